@@ -1,0 +1,104 @@
+"""What the scripts share that is not the method: options from a file and flags, one-line errors, whole files."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+
+class InputError(Exception):
+    """Something the user gave cannot be used. Its text is the one line they see; the scripts then end with status 2."""
+
+
+def first_line(error) -> str:
+    """An exception as one line of text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0]
+
+
+def option(default, help, low=None, high=None, choices=None, section=None):
+    """A dataclass field with what --help and the checks need."""
+    return dataclasses.field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices, section=section))
+
+
+def parse_options(kind, argv: list[str], needed: tuple[str, ...] = ()):
+    """`[CONFIG.yaml] [--flag value ...]` as an instance of the dataclass `kind`: flags over file over defaults.
+
+    Raises InputError for unknown names (with the nearest known one), values of the wrong type or out of bounds, and
+    options in `needed` that are not given.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    parser = argparse.ArgumentParser(usage="%(prog)s [CONFIG.yaml] [--option value ...]", allow_abbrev=False)
+    parser.error = lambda message: (_ for _ in ()).throw(InputError(message))
+    parser.add_argument("config_file", nargs="?", metavar="CONFIG.yaml", help="a file with any of the options below")
+    group = parser
+    for field in fields.values():
+        group = parser.add_argument_group(field.metadata["section"]) if field.metadata["section"] else group
+        shown = f" (default: {field.default})" if field.default not in ("", False) else ""
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=to_bool if field.type is bool else field.type,
+            nargs="?" if field.type is bool else None,
+            const=True if field.type is bool else None,
+            default=argparse.SUPPRESS,
+            choices=field.metadata["choices"],
+            metavar=None if field.metadata["choices"] else field.type.__name__.upper(),
+            help=field.metadata["help"] + shown,
+        )
+    argv = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) for word in argv]  # --a_b is --a-b
+    given, unknown = parser.parse_known_args(argv)
+    from_file = read_yaml(given.config_file) if given.config_file else {}
+    for name in [*from_file, *unknown]:
+        plain = str(name).split("=")[0].lstrip("-").replace("-", "_")
+        if plain not in fields:
+            near = difflib.get_close_matches(plain, fields, n=1, cutoff=0.5)
+            raise InputError(f"unknown option {name!r}" + (f"; is {near[0]!r} meant?" if near else ""))
+    as_flags = [f"--{name.replace('_', '-')}={value}" for name, value in from_file.items() if value is not None]
+    given = {**vars(parser.parse_args(as_flags)), **vars(given)}
+    options = kind(**{name: value for name, value in given.items() if name in fields})
+    for name, field in fields.items():
+        value, low, high = getattr(options, name), field.metadata["low"], field.metadata["high"]
+        if low is not None and not low <= value <= (high if high is not None else math.inf):
+            upper = f" and at most {high}" if high is not None else ""
+            raise InputError(f"--{name.replace('_', '-')} is {value}, expected at least {low}{upper}")
+        if name in needed and not value:
+            raise InputError(f"--{name.replace('_', '-')} is needed: {field.metadata['help']}")
+    return options
+
+
+def to_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def read_yaml(path: str) -> dict:
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
+    if not isinstance(settings, dict):
+        raise InputError(f"{path}: expected lines of the form 'option: value', found {settings!r:.60}")
+    return settings
+
+
+def write_file(path: Path, text: str):
+    """Write beside it, then rename: nobody ever finds half a file."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def run(main):
+    """Run a script's main: what the user can mend ends in one line on standard error and status 2, without a traceback."""
+    try:
+        main(sys.argv[1:])
+    except (InputError, OSError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
+        sys.exit(2)

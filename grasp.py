@@ -1,0 +1,599 @@
+"""GRASP: rubric-aware on-policy self-distillation for personalization (arXiv 2609.35262), in one file.
+
+One model plays two parts. The student answers a question knowing the user's past posts. The teacher, a frozen copy of
+the initial weights, is also shown the rubric: the aspects this user expects of the answer. One optimizer step:
+
+  1. rollout     the student samples an answer y to each prompt x, from its full distribution        sample_completions
+  2. scoring     student on [x | y] and teacher on [x, rubric | y], at the same token ids y          completion_hidden
+  3. divergence  mean over all tokens of the batch of KL(student || teacher), full vocabulary        divergence_backward
+  4. update      one AdamW step with 8-bit state, weights rounded stochastically to bfloat16         update
+
+so the student comes to cover what its user cares about without seeing a rubric when it is used.
+
+    python grasp.py configs/demo.yaml                                    # minutes on a CPU; see demo/run.py
+    python grasp.py configs/lamp_qa_24gb.yaml --output-dir runs/mine     # flags win over the file, the file over defaults
+    python grasp.py configs/lamp_qa_24gb.yaml --resume
+    python grasp.py --help
+
+Data and prompts are in `lamp_qa.py`. To try a variant, change `token_divergence`, a template, or `load_teacher`.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import random
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import bitsandbytes as bnb
+import torch
+import torch.nn.functional as F
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from checkpoint import latest_checkpoint, model_card, read_metrics, save
+from command_line import InputError, first_line, option, parse_options, run, write_file
+from lamp_qa import describe, leaks, load_examples, load_templates, stop_ids
+
+# --- Options --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GraspOptions:
+    model: str = option("", "chat model to train: a local folder or a hub id", section="Model and data")
+    dataset: str = option("", "LaMP-QA rows: a .json or .jsonl file, a folder of SPLIT.json[l], or a hub id")
+    config: str = option("", "only this one of the data set's configs (default: all)")
+    split: str = option("train", "split to train on")
+    eval_dataset: str = option("", "held-out rows (default: the same data set)")
+    eval_split: str = option("validation", "split of the held-out rows")
+    output_dir: str = option("", "folder for the trained model, checkpoints and metrics; must be new unless --resume")
+    num_contexts: int = option(10, "how many of the user's posts the prompts show", low=0, section="Prompts")
+    rank_profile_with: str = option("", "encoder that ranks the posts by nearness to the question (default: as they stand)")
+    privileged: str = option("aspects", "what only the teacher sees", choices=("aspects", "narrative", "both"))
+    answer_format: str = option("json", "how answers are written; json is LaMP-QA's", choices=("json", "text"))
+    prompts: str = option("", "YAML or JSON file of templates that replace ours (see TEMPLATES in lamp_qa.py)")
+    max_prompt_tokens: int = option(6144, "rows whose longer prompt has more tokens are left out, never cut", low=1)
+    max_dropped: float = option(0.05, "stop if a larger share of the rows has to be left out", low=0, high=1)
+    batch_size: int = option(32, "prompts per optimizer step, all processes together", low=1, section="Rollouts")
+    max_new_tokens: int = option(512, "longest rollout", low=1)
+    generation_batch_size: int = option(32, "prompts sampled side by side on one device", low=1)
+    divergence: str = option(
+        "reverse_kl",
+        "what is minimized, per token",
+        choices=("reverse_kl", "forward_kl", "jsd"),
+        section="Divergence",
+    )
+    jsd_beta: float = option(0.5, "weight of the teacher in the mixture of jsd", low=0.001, high=0.999)
+    divergence_temperature: float = option(1.0, "both sides' logits are divided by this", low=0.01)
+    divergence_cap: float = option(0.0, "nats at which a token's divergence is cut off, with its gradient; 0: never", low=0)
+    learning_rate: float = option(5e-6, "peak, after a linear warm-up and before a cosine to 0", low=0, section="Update")
+    warmup_ratio: float = option(0.1, "share of the steps that warm up", low=0, high=1)
+    weight_decay: float = option(0.1, "on matrices; norms and biases have none", low=0)
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm", low=0.0001)
+    optimizer: str = option("adamw_8bit", "AdamW and its state", choices=("adamw_8bit", "paged_adamw_8bit", "adamw"))
+    dtype: str = option(
+        "bfloat16",
+        "of weights and gradients; bfloat16 rounds its updates stochastically",
+        choices=("bfloat16", "float32"),
+    )
+    epochs: int = option(1, "passes over the data", low=1)
+    max_steps: int = option(0, "optimizer steps, instead of epochs; 0: by epochs", low=0)
+    micro_batch_size: int = option(1, "rows per forward and backward pass; changes memory and speed, not the result", low=1)
+    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
+    seed: int = option(0, "of data order, rollouts and rounding", low=0)
+    eval_steps: int = option(0, "steps between measurements on held-out rows; 0: never", low=0, section="Run")
+    eval_rows: int = option(64, "how many held-out rows to measure on", low=1)
+    save_steps: int = option(200, "steps between checkpoints; 0: only the final model", low=0)
+    resume: bool = option(False, "go on from the last checkpoint in --output-dir")
+    log_with: str = option("", "a tracker that Accelerate knows: tensorboard, wandb, ...")
+
+
+# --- The two parts ----------------------------------------------------------------------------------------------------
+
+
+def load_model(path: str, dtype: torch.dtype):
+    """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop", "dropout_prob")):  # the policy that is scored is the one that sampled
+                setattr(config, name, 0.0)
+        # sdpa has no soft-capping of attention logits (Gemma-2), and leaves it out without a word
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
+    if info["missing_keys"]:
+        raise InputError(
+            f"{path}: the checkpoint lacks {len(info['missing_keys'])} weights: {sorted(info['missing_keys'])[:3]}"
+        )
+    return model
+
+
+def load_teacher(options: GraspOptions, device):
+    """The teacher: the initial weights, frozen. Always from `options.model`, also when a run is resumed."""
+    return load_model(options.model, getattr(torch, options.dtype)).to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(path: str):
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
+
+
+# --- 1. Rollout -------------------------------------------------------------------------------------------------------
+
+
+def seed_for(*parts) -> int:
+    """A seed that depends on all of `parts` and on nothing else, so that any step can be redone alone."""
+    return random.Random("/".join(map(str, parts))).getrandbits(63)
+
+
+def sample_completions(
+    model, prompts, stop, max_new_tokens, seeds, temperature=1.0, top_p=1.0, batch_size=32
+) -> list[list[int]]:
+    """Sample a completion to each prompt (lists of token ids): the sampled ids up to and with the first one in `stop`.
+
+    Row i depends on seeds[i] and its own prompt alone, not on its neighbours. The model's generation_config plays no part,
+    so temperature 1 and top_p 1 sample from the full distribution; temperature 0 is greedy. Prompts of similar length are
+    sampled together, `batch_size` at a time, in eval mode: in train mode, gradient checkpointing switches the cache off.
+    """
+    training = model.training
+    model.eval()
+    completions = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        batch = [prompts[i] for i in rows], stop, max_new_tokens, [seeds[i] for i in rows], temperature, top_p
+        for row, sampled in zip(rows, sample_batch(model, *batch)):
+            end = next((i + 1 for i, token in enumerate(sampled) if token in stop), len(sampled))
+            completions[row] = sampled[:end]
+    model.train(training)
+    return completions
+
+
+@torch.no_grad()
+def sample_batch(model, prompts, stop, max_new_tokens, seeds, temperature, top_p) -> list[list[int]]:
+    """One padded batch of `sample_completions`; rows may run on behind their first stop id."""
+    width, device = max(map(len, prompts)), model.device
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (B, T), padded left
+    # by position: comparing ids with the pad id would also hide an end-of-turn token that serves as pad (SmolLM2)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    uniform = [torch.rand(max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    uniform = torch.stack(uniform).to(device)  # (B, max_new_tokens)
+    stop = torch.tensor(sorted(stop), device=device)
+    sampled = torch.full((len(prompts), max_new_tokens), int(stop[0]), device=device)
+    running = torch.arange(len(prompts), device=device)
+    cache = DynamicCache(config=model.config)
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # transformers < 5.20
+    for step in range(max_new_tokens):
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, cache_name: cache}
+        logits = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
+        ids = pick(logits, uniform[running, step], temperature, top_p)[:, None]  # (B, 1)
+        sampled[running, step] = ids[:, 0]
+        mask = F.pad(mask, (0, 1), value=1)
+        positions = positions[:, -1:] + 1
+        if step % 16 == 15:  # let go of the rows that have ended; rarely, since asking makes the host wait for the device
+            alive = ~torch.isin(sampled[running, : step + 1], stop).any(-1)
+            keep = alive.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) < len(running):
+                cache.batch_select_indices(keep)
+                running, ids, mask, positions = running[keep], ids[keep], mask[keep], positions[keep]
+    return sampled.tolist()
+
+
+def pick(logits, uniform, temperature=1.0, top_p=1.0):
+    """Next token ids (B,) for logits (B, V), by inverting the cumulative distribution at `uniform` (B,) in [0, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = (logits.float() / temperature).softmax(-1)
+    if top_p < 1:  # the smallest set of most likely tokens with at least this mass
+        ranked, order = probabilities.sort(-1, descending=True)
+        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=logits.shape[-1] - 1)
+
+
+# --- 2. Scoring -------------------------------------------------------------------------------------------------------
+
+
+def completion_hidden(model, prompts, completions):
+    """The decoder's hidden states from which the completions' tokens are predicted: (N, H), N tokens, row after row.
+
+    `prompts` and `completions` are lists of token ids. Position i predicts token i + 1, so the first completion token is
+    predicted at the prompt's last position and the last completion token need not be fed at all.
+    """
+    sequences = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions)]
+    width = max(map(len, sequences))
+    ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences])  # (B, T), padded right: positions count from 0
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences])
+    places = [  # of the predicting positions, in the flattened batch
+        row * width + position
+        for row, (prompt, sequence) in enumerate(zip(prompts, sequences))
+        for position in range(len(prompt) - 1, len(sequence))
+    ]
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), "use_cache": False}
+    hidden = model.base_model(**inputs).last_hidden_state  # (B, T, H)
+    return hidden.flatten(0, 1)[torch.tensor(places, device=hidden.device)]
+
+
+def head_logits(model, hidden):
+    """Logits (N, V) of hidden states (N, H), by the model's own forward with its decoder stepping aside.
+
+    Whatever a family does behind its decoder is thereby done here: soft-capping (Gemma-2), logit scales (Granite, Cohere),
+    a head bias. A bare matrix product would skip it without a word.
+    """
+    decoder, head = model.base_model, model.get_output_embeddings()
+    decoder.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    if type(head) is nn.Linear:
+        head.forward = lambda hidden: HeadLinear.apply(hidden, head.weight, head.bias)
+    try:
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device)).logits[0]
+    finally:
+        decoder.__dict__.pop("forward"), head.__dict__.pop("forward", None)
+
+
+class HeadLinear(torch.autograd.Function):
+    """The head's matrix product, its weight gradient added in place: else each chunk would make a (V, H) matrix anew."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        ctx.save_for_backward(hidden, weight, bias)
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, bias = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        if weight.requires_grad:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad.addmm_(flat.T, hidden.flatten(0, -2))
+        return grad @ weight, None, flat.sum(0) if bias is not None and bias.requires_grad else None
+
+
+# --- 3. Divergence ----------------------------------------------------------------------------------------------------
+
+
+def token_divergence(
+    student_logits, teacher_logits, kind="reverse_kl", beta=0.5, temperature=1.0, cap=0.0, dtype=torch.float64
+):
+    """Divergence of the next-token distributions per token, over the full vocabulary: (N, V) and (N, V) to (N,), in nats.
+
+    With p the student and q the teacher: reverse_kl is KL(p || q) (GRASP, section 3), forward_kl is KL(q || p), and jsd is
+    beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (GKD, arXiv 2306.13649, equation 1). Tokens with
+    logit -inf on both sides count for nothing. Values over `cap` (if not 0) are cut to it and have no gradient. Computed
+    in `dtype`; training passes float32. Raises ValueError for another kind.
+    """
+    floor = -1e30  # as good as -inf, but inf - inf is not a number
+    student = (student_logits.to(dtype) / temperature).clamp(min=floor)
+    teacher = (teacher_logits.to(dtype) / temperature).clamp(min=floor)
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    if kind == "reverse_kl":
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif kind == "forward_kl":
+        divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
+    elif kind == "jsd":
+        log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
+        divergence = beta * (log_q.exp() * (log_q - log_m)).sum(-1) + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
+    else:
+        raise ValueError(f"kind is {kind!r}, expected 'reverse_kl', 'forward_kl' or 'jsd'")
+    return divergence.clamp(max=cap) if cap else divergence
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """How many tokens' logits exist at a time: about 8 million numbers in each matrix."""
+    return max(1, 2**23 // vocabulary)
+
+
+def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, options):
+    """Add the gradient of sum(token_divergence) / num_tokens to the student's weights; hidden states are (N, H) each.
+
+    The (N, V) logits never exist: each chunk of tokens goes through head and divergence and straight back to its hidden
+    states, whose gradient then runs through the decoder once. With `hidden` from no_grad, nothing is added to anything.
+    Returns (3, N), without graph: per token the divergence and the student's entropy in nats, and whether both favour the
+    same next token.
+    """
+    gradient = torch.empty_like(hidden)
+    statistics = []
+    for rows in torch.arange(len(hidden), device=hidden.device).split(chunk_tokens(student.config.vocab_size)):
+        part = hidden[rows].detach().requires_grad_(hidden.requires_grad)
+        with torch.set_grad_enabled(hidden.requires_grad):
+            student_logits = head_logits(student, part)  # (C, V)
+            with torch.no_grad():
+                teacher_logits = head_logits(teacher, teacher_hidden[rows])
+            divergence = token_divergence(
+                student_logits,
+                teacher_logits,
+                options.divergence,
+                options.jsd_beta,
+                options.divergence_temperature,
+                options.divergence_cap,
+                dtype=torch.float32,
+            )
+        if hidden.requires_grad:
+            (divergence.sum() / num_tokens).backward()
+            gradient[rows] = part.grad
+        with torch.no_grad():
+            log_p = student_logits.float().log_softmax(-1)
+            entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
+            agreement = student_logits.argmax(-1) == teacher_logits.argmax(-1)
+            statistics.append(torch.stack([divergence.detach(), entropy, agreement.float()]))
+    if hidden.requires_grad:
+        hidden.backward(gradient)
+    return torch.cat(statistics, 1)
+
+
+# --- 4. Update --------------------------------------------------------------------------------------------------------
+
+SLICE = 2**24  # weights updated at a time; the float32 copy of no more than these exists
+
+
+def build_optimizer(model, options: GraspOptions):
+    """AdamW over the model's weights, and the slices through which bfloat16 weights are updated (none for float32).
+
+    For a bfloat16 model the optimizer holds float32 stand-ins, one for each slice of each weight, which are empty except
+    while `update` works on them: so any optimizer can round stochastically, and no float32 copy of the model exists.
+    Returns (optimizer, [(weight, slice of the flattened weight, stand-in)]).
+    """
+    slices, groups = [], {True: [], False: []}
+    for weight in filter(lambda w: w.requires_grad, model.parameters()):
+        if weight.dtype == torch.float32:
+            groups[weight.ndim > 1].append(weight)
+            continue
+        for start in range(0, weight.numel(), SLICE):
+            stand_in = nn.Parameter(torch.empty(0, dtype=torch.float32, device=weight.device))
+            slices.append((weight, slice(start, start + SLICE), stand_in))
+            groups[weight.ndim > 1].append(stand_in)
+    groups = [
+        {"params": groups[True], "weight_decay": options.weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},  # norms and biases
+    ]
+    build = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=options.learning_rate, fused=True),
+        "adamw_8bit": lambda: bnb.optim.AdamW8bit(groups, lr=options.learning_rate),
+        "paged_adamw_8bit": lambda: bnb.optim.PagedAdamW8bit(groups, lr=options.learning_rate),
+    }
+    return build[options.optimizer](), slices
+
+
+def update(optimizer, slices, learning_rate: float, seed: int):
+    """One optimizer step at this learning rate; gradients are freed. `seed` is that of the rounding."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if not slices:
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    generator = torch.Generator(slices[0][0].device).manual_seed(seed)
+    for weight, part, stand_in in slices:  # the other stand-ins have no gradient, so each step updates this one alone
+        if weight.grad is None:
+            continue
+        stored = weight.data.view(-1)[part]
+        stand_in.data, stand_in.grad = stored.float(), weight.grad.reshape(-1)[part].float()
+        optimizer.step()
+        stochastic_round_(stored, stand_in.data, generator)
+        stand_in.data, stand_in.grad = torch.empty(0, device=weight.device), None
+    for weight, _, _ in slices:
+        weight.grad = None
+
+
+def stochastic_round_(target, values, generator):
+    """Write float32 `values` into the bfloat16 `target`, each to one of its two neighbours so that the mean is right.
+
+    A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries into the upper one with
+    the probability of what is cut off. Round-to-nearest would lose every update under 2^-9 of the weight: at a
+    learning rate of 5e-6 that is nearly all of them, and no error says so.
+    """
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    target.copy_(((bits + noise) & -(2**16)).view(torch.float32))
+
+
+def learning_rate_at(step: int, total: int, options: GraspOptions) -> float:
+    """Linear warm-up to the peak, then a cosine to 0; `step` counts from 0."""
+    warmup = math.ceil(options.warmup_ratio * total)
+    if step < warmup:
+        return options.learning_rate * (step + 1) / warmup
+    return options.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+# --- The loop ---------------------------------------------------------------------------------------------------------
+
+
+def score(student, teacher, examples, completions, num_tokens, options) -> list[torch.Tensor]:
+    """Steps 2 and 3 for these rollouts, a micro-batch at a time; under no_grad it only measures.
+
+    Returns per row what `divergence_backward` gives per token: (3, tokens of the completion). The loss is the mean over
+    `num_tokens`, all tokens of the optimizer batch: micro-batches and processes only add up, whatever their sizes.
+    """
+    per_row = [None] * len(examples)
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i]["student"]) + len(completions[i]))
+    for start in range(0, len(order), options.micro_batch_size):
+        rows = order[start : start + options.micro_batch_size]
+        sampled = [completions[i] for i in rows]
+        with torch.no_grad():
+            teacher_hidden = completion_hidden(teacher, [examples[i]["teacher"] for i in rows], sampled)  # (N, H)
+        student_hidden = completion_hidden(student, [examples[i]["student"] for i in rows], sampled)  # (N, H)
+        statistics = divergence_backward(student, student_hidden, teacher, teacher_hidden, num_tokens, options)
+        for i, of_row in zip(rows, statistics.split([len(completion) for completion in sampled], dim=1)):
+            per_row[i] = of_row
+    return per_row
+
+
+def summarize(per_row, completions, examples, stop, tokenizer) -> dict[str, float]:
+    """The figures of a batch of rollouts over all processes, chosen to show the known ways in which training collapses."""
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    leaked = [leaks(text, example["privileged"], example["prompt"]) for text, example in zip(texts, examples)]
+    cut = [completion[-1] not in stop for completion in completions]
+    rows = gather_object(list(zip(torch.cat(per_row, 1).cpu().split([len(c) for c in completions], 1), leaked, cut)))
+    divergence, entropy, agreement = torch.cat([row[0] for row in rows], 1).double()
+    return {
+        "loss": divergence.mean().item(),
+        **{f"divergence_p{q}": divergence.quantile(q / 100).item() for q in (50, 95, 99)},
+        "entropy": entropy.mean().item(),
+        "agreement": agreement.mean().item(),
+        "length": len(divergence) / len(rows),
+        "truncated": sum(row[2] for row in rows) / len(rows),
+        "leaks": sum(row[1] for row in rows) / len(rows),
+    }
+
+
+@torch.no_grad()
+def measure(student, teacher, examples, stop, tokenizer, options, rank=0, world=1) -> dict[str, float]:
+    """Reverse KL, length, leakage and the rest on held-out rows, with fresh rollouts and the same seeds each time."""
+    plain = dataclasses.replace(options, divergence="reverse_kl", divergence_temperature=1.0, divergence_cap=0.0)
+    slots = range(rank, len(examples), world)
+    mine = [examples[slot] for slot in slots]
+    seeds = [seed_for(options.seed, "held-out", slot) for slot in slots]
+    prompts = [example["student"] for example in mine]
+    completions = sample_completions(
+        student, prompts, stop, options.max_new_tokens, seeds, batch_size=options.generation_batch_size
+    )
+    per_row = score(student, teacher, mine, completions, 1, plain)
+    figures = summarize(per_row, completions, mine, stop, tokenizer)
+    return {"reverse_kl" if name == "loss" else name: value for name, value in figures.items()}
+
+
+def batch_at(step: int, size: int, rows: int, seed: int) -> list[int]:
+    """Which rows make up a step's batch: `size` in a row of an endless sequence of shuffled epochs."""
+    places = range(step * size, (step + 1) * size)
+    orders = {
+        epoch: random.Random(seed_for(seed, "epoch", epoch)).sample(range(rows), rows)
+        for epoch in {place // rows for place in places}
+    }
+    return [orders[place // rows][place % rows] for place in places]
+
+
+def train(options: GraspOptions) -> Path:
+    """Train by GRASP as `options` say; returns the folder of the trained model, OUTPUT_DIR/model."""
+    folder = Path(options.output_dir)
+    if folder.exists() and any(folder.iterdir()) and not options.resume:
+        raise InputError(f"{folder}: already holds files; choose another --output-dir, or go on with --resume")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    accelerator = Accelerator(log_with=options.log_with or None, project_dir=options.output_dir)
+    rank, world, say = accelerator.process_index, accelerator.num_processes, accelerator.print
+    if options.batch_size % world:
+        raise InputError(f"--batch-size is {options.batch_size}, expected a multiple of the {world} processes")
+
+    templates, tokenizer = load_templates(options.prompts), load_tokenizer(options.model)
+    with accelerator.main_process_first():  # the others then find what `datasets` cached
+        examples, train_account = load_examples(options, options.dataset, options.split, tokenizer, templates)
+        say(describe(train_account))
+        account = {"train": train_account}
+        held_out = []
+        if options.eval_steps:
+            where = options.eval_dataset or options.dataset
+            held_out, held_out_account = load_examples(options, where, options.eval_split, tokenizer, templates)
+            held_out = held_out[: options.eval_rows]
+            account["held_out"] = held_out_account
+    start, checkpoint = latest_checkpoint(folder, options) if options.resume else (0, None)
+    student = load_model(str(checkpoint or options.model), getattr(torch, options.dtype)).to(accelerator.device).train()
+    teacher = load_teacher(options, accelerator.device)
+    longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out) + options.max_new_tokens
+    if longest > getattr(student.config, "max_position_embeddings", longest):
+        limit = student.config.max_position_embeddings
+        raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}; lower --max-prompt-tokens")
+    stop = stop_ids(student, tokenizer)
+    if options.gradient_checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer, slices = build_optimizer(student, options)
+    if checkpoint:
+        state = torch.load(checkpoint / "optimizer.pt", map_location=accelerator.device, weights_only=True)
+        optimizer.load_state_dict(state)
+    total = options.max_steps or math.ceil(options.epochs * len(examples) / options.batch_size)
+    say(f"{total} steps of {options.batch_size} prompts, {describe_model(student)}, on {accelerator.device.type}")
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "options.yaml", yaml.safe_dump(dataclasses.asdict(options), sort_keys=False))
+        write_file(folder / "data.json", json.dumps(account, indent=1))
+        kept = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
+        write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+    if options.log_with:
+        accelerator.init_trackers("grasp", config=dataclasses.asdict(options))
+
+    def log(figures: dict, step: int, prefix: str = ""):
+        figures = {prefix + name: value for name, value in figures.items()}
+        if accelerator.is_main_process:
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **figures}) + "\n")
+        accelerator.log(figures, step=step)
+
+    if held_out and not start:
+        log(measure(student, teacher, held_out, stop, tokenizer, options, rank, world), 0, "eval_")
+    bar = tqdm(range(start, total), initial=start, total=total, disable=not accelerator.is_main_process)
+    for step in bar:
+        began = time.perf_counter()
+        batch = batch_at(step, options.batch_size, len(examples), options.seed)
+        slots = range(rank, options.batch_size, world)  # this process's share
+        mine = [examples[batch[slot]] for slot in slots]
+
+        # 1. The student answers, seeing profile and question.
+        seeds = [seed_for(options.seed, step, slot) for slot in slots]
+        prompts = [example["student"] for example in mine]
+        completions = sample_completions(
+            student, prompts, stop, options.max_new_tokens, seeds, batch_size=options.generation_batch_size
+        )
+        num_tokens = sum(gather_object([sum(map(len, completions))]))
+
+        # 2. and 3. Teacher and student score these very tokens; the reverse KL's gradient adds up in the student.
+        per_row = score(student, teacher, mine, completions, num_tokens, options)
+
+        # 4. One optimizer step.
+        if world > 1:
+            for weight in student.parameters():
+                weight.grad = accelerator.reduce(weight.grad, "sum")
+        norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
+        rate = learning_rate_at(step, total, options)
+        update(optimizer, slices, rate, seed_for(options.seed, step, "rounding"))
+
+        figures = summarize(per_row, completions, mine, stop, tokenizer)
+        seconds = time.perf_counter() - began
+        figures |= {"grad_norm": norm.item(), "learning_rate": rate, "tokens_per_second": num_tokens / seconds}
+        log({**figures, "seconds": seconds, "peak_memory_gb": peak_memory_gb(accelerator.device)}, step + 1)
+        bar.set_postfix_str(
+            f"{options.divergence} {figures['loss']:.4f}, length {figures['length']:.0f}, {num_tokens / seconds:.0f} tok/s"
+        )
+        if held_out and ((step + 1) % options.eval_steps == 0 or step + 1 == total):
+            log(measure(student, teacher, held_out, stop, tokenizer, options, rank, world), step + 1, "eval_")
+        if options.save_steps and (step + 1) % options.save_steps == 0 and accelerator.is_main_process:
+            save(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer)
+    if accelerator.is_main_process:
+        save(folder / "model", student, tokenizer, card=model_card(options, account, read_metrics(folder)))
+    accelerator.end_training()
+    say(f"the trained model is in {folder / 'model'}")
+    return folder / "model"
+
+
+# --- Around the loop --------------------------------------------------------------------------------------------------
+
+
+def describe_model(model) -> str:
+    return f"{model.config.model_type} of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M weights in {model.dtype}"
+
+
+def peak_memory_gb(device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+if __name__ == "__main__":
+    run(lambda argv: train(parse_options(GraspOptions, argv, needed=("model", "dataset", "output_dir"))))

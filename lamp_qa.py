@@ -1,0 +1,381 @@
+"""LaMP-QA (arXiv 2506.00137): its rows, the prompts made of them, and the checks on both.
+
+What is the benchmark's and not the method's lives here, so that `grasp.py` can be read as the method alone. Another data
+set is another file like this one: `load_rows` gives the rows, `student_messages` and `teacher_messages` the two prompts,
+`make_examples` says which rows can be trained on. There is nothing to run: the scripts import it.
+"""
+
+import functools
+import json
+import re
+import string
+from pathlib import Path
+
+import datasets
+import jinja2
+import torch
+import yaml
+from transformers import AutoModel, AutoTokenizer
+
+from command_line import InputError, first_line
+
+CONFIGS = ("Art_and_Entertainment", "Lifestyle_and_Personal_Development", "Society_and_Culture")
+LEAK_RUN = 5  # this many words in a row, and not fewer, count as recited
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(dataset: str, split: str, config: str = "") -> list[dict]:
+    """Read and check the rows of one split (LaMP-QA's schema: arXiv 2506.00137, section 3).
+
+    `dataset` is a JSON or JSON Lines file (`split` is then not looked at), a folder that holds SPLIT.json or SPLIT.jsonl,
+    itself or in one sub-folder per config, or a hub id. Every row comes back as a dict of id, config, question, narrative
+    (texts, "" where absent), rubric_aspects ([{aspect, reason, evidence}]) and profile (list of texts).
+    Raises InputError that names the first faults by file, row, id and field.
+    """
+    rows, faults, first = [], [], {}
+    for source, number, raw, its_config in read_rows(dataset, split, config):
+        row, wrong = check_row(raw, its_config)
+        if not wrong and row["id"] in first:
+            wrong = [f"id: expected each id once, but row {first[row['id']]} has it too"]
+        name = raw.get("id") if isinstance(raw, dict) else None
+        faults += [f"{source}, row {number}, id {str(name)[:60]!r}, {fault}" for fault in wrong]
+        if not wrong:
+            first[row["id"]] = number
+            rows.append(row)
+    if faults:
+        raise InputError("; ".join(faults[:5]) + (f"; and {len(faults) - 5} more faults" if len(faults) > 5 else ""))
+    wanted = [row for row in rows if not config or row["config"] in ("", config)]
+    if not wanted:
+        raise InputError(f"{dataset}: expected rows of split {split!r}{f' and config {config!r}' * bool(config)}, found 0")
+    return wanted
+
+
+def read_rows(dataset: str, split: str, config: str = ""):
+    """Yield (file, row number from 1, the row as it stands, its config or "") for each row of a split, unchecked."""
+    path = Path(dataset)
+    if path.is_file():
+        yield from read_file(path, "")
+        return
+    if path.is_dir():
+        folders = [(path, "")] + [(folder, folder.name) for folder in sorted(path.iterdir()) if folder.is_dir()]
+        found = [(file, name) for folder, name in folders for file in sorted(folder.glob(f"{split}.json*"))]
+        found = [(file, name) for file, name in found if config in ("", name) or not name]
+        for file, name in found:
+            yield from read_file(file, name)
+        if found:
+            return
+    elif dataset.endswith((".json", ".jsonl")) or dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
+        raise InputError(f"{dataset}: no such file or folder (and not of the form OWNER/NAME, a data set on the hub)")
+    for name in [config] if config else CONFIGS:  # the hub, or a folder in one of its own layouts (parquet, ...)
+        try:
+            part = datasets.load_dataset(dataset, name, split=split)
+        except Exception as error:  # the loader's errors are of a dozen kinds: missing, private, offline, no such split
+            raise InputError(f"{dataset}: cannot load config {name!r}, split {split!r}: {first_line(error)}") from error
+        for number, raw in enumerate(part, 1):
+            yield f"{dataset}/{name}/{split}", number, raw, name
+
+
+def read_file(path: Path, config: str):
+    """The same for one file: a JSON list of rows, or one row a line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    if text.lstrip()[:1] == "[":
+        numbered = enumerate(parse_json(text, str(path)), 1)
+    else:  # split only at newlines: str.splitlines would also cut at separators that JSON allows inside strings
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        numbered = ((number, parse_json(line, f"{path}, row {number}")) for number, line in lines)
+    for number, raw in numbered:
+        yield str(path), number, raw, config
+
+
+def parse_json(text: str, where: str):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: expected JSON: {first_line(error)}") from error
+
+
+def check_row(raw, config: str = "") -> tuple[dict, list[str]]:
+    """One row in the project's form, and what is wrong with it, each fault as "field: expected ..., found ..."."""
+    if not isinstance(raw, dict):
+        return {}, [f"expected an object, found {raw!r:.60}"]
+    faults = []
+
+    def text(value, field, needed=False):
+        if value is None and not needed:
+            return ""
+        if not isinstance(value, str) or (needed and not value.strip()):
+            faults.append(f"{field}: expected a {'non-empty ' * needed}string, found {value!r:.60}")
+        elif not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            faults.append(f"{field}: expected valid Unicode, found half a surrogate pair")
+        return value
+
+    def objects(field):
+        value = raw.get(field) or []
+        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            return value
+        faults.append(f"{field}: expected a list of objects, found {value!r:.60}")
+        return []
+
+    aspects = "rubric_aspects" if raw.get("rubric_aspects") is not None else "aspects"
+    narrative = "narrative" if raw.get("narrative") is not None else "details"
+    row = {
+        "id": text(raw.get("id"), "id", needed=True),
+        "config": text(raw.get("config"), "config") or config,
+        "question": text(raw.get("question"), "question", needed=True),
+        "narrative": text(raw.get(narrative), narrative),
+        "rubric_aspects": [
+            {
+                key: text(item.get(key), f"{aspects}[{index}].{key}", needed=key == "aspect")
+                for key in ("aspect", "reason", "evidence")
+            }
+            for index, item in enumerate(objects(aspects))
+        ],
+        "profile": [text(item.get("text"), f"profile[{index}].text") for index, item in enumerate(objects("profile"))],
+    }
+    return row, faults
+
+
+def rank_profiles(rows: list[dict], encoder: str) -> list[dict]:
+    """Order each row's posts by nearness to its question: mean-pooled embeddings, dot product (Contriever's use).
+
+    The order is cached by `datasets` under a hash of the texts and the encoder's name, so it is computed once.
+    """
+    texts = [[row["question"], *row["profile"]] for row in rows]
+    orders = datasets.Dataset.from_generator(rank_texts, gen_kwargs={"texts": [texts], "encoder": encoder})
+    return [{**row, "profile": [row["profile"][i] for i in order]} for row, order in zip(rows, orders["order"])]
+
+
+def rank_texts(texts, encoder):
+    """Yield {"order": [...]} for each [question, post, ...]: the posts' places, nearest first, ties as they stood."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    model = AutoModel.from_pretrained(encoder, use_safetensors=True).eval()
+    for question_and_posts in texts[0]:
+        vectors = []
+        for start in range(0, len(question_and_posts), 32):
+            batch = tokenizer(
+                question_and_posts[start : start + 32], padding=True, truncation=True, max_length=512, return_tensors="pt"
+            )
+            mask = batch["attention_mask"][..., None]  # (B, T, 1)
+            with torch.no_grad():
+                hidden = model(**batch).last_hidden_state  # (B, T, H)
+            vectors.append((hidden * mask).sum(1) / mask.sum(1))
+        question, *posts = torch.cat(vectors)
+        scores = [float(question @ post) for post in posts]
+        yield {"order": sorted(range(len(scores)), key=lambda i: -scores[i])}
+
+
+# --- Prompts ----------------------------------------------------------------------------------------------------------
+
+# name: (text, placeholders it must have). Replace any of them with --prompts FILE, a YAML or JSON object {name: text}.
+# `reason` and `evidence` are left out for an aspect that lacks them, and everywhere where the template is "".
+TEMPLATES = {
+    "system_json": (
+        "Answer the user's question for this particular user: what they wrote before shows what they know, like, need and "
+        "worry about. Reply with one JSON object and nothing else, between ```json and ```. It has a single key, "
+        '"personalized_answer", and its value is your whole answer as one string.',
+        set(),
+    ),
+    "system_text": (
+        "Answer the user's question for this particular user: what they wrote before shows what they know, like, need and "
+        "worry about. Reply with the answer alone.",
+        set(),
+    ),
+    "posts": ("Things I wrote before:\n{posts}\n\n", {"posts"}),
+    "post": ("- {post}\n", {"post"}),
+    "question": ("My question: {question}", {"question"}),
+    "narrative": ("\n\nTo say more about it: {narrative}", {"narrative"}),
+    "aspects": ("\n\nFor me a good answer looks at:\n{aspects}", {"aspects"}),
+    "aspect": ("- {aspect}\n", {"aspect"}),
+    "reason": (" (it matters because: {reason})", {"reason"}),
+    "evidence": (' (I said: "{evidence}")', {"evidence"}),
+}
+
+
+def load_templates(path: str = "") -> dict[str, str]:
+    """All templates by name, those in the file at `path` instead of ours. Raises InputError for one that cannot work."""
+    templates = {name: text for name, (text, _) in TEMPLATES.items()}
+    if not path:
+        return templates
+    try:
+        replaced = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML or JSON: {first_line(error)}") from error
+    if not isinstance(replaced, dict):
+        raise InputError(f"{path}: expected an object {{name: template}}, found {replaced!r:.60}")
+    for name, text in replaced.items():
+        if name not in TEMPLATES:
+            raise InputError(f"{path}: unknown template {name!r}; there are {', '.join(TEMPLATES)}")
+        needed = TEMPLATES[name][1]
+        try:
+            found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{path}: template {name!r}: {error} (write {{{{ and }}}} for plain braces)") from error
+        if found - needed:
+            raise InputError(f"{path}: template {name!r} has an unknown placeholder {{{sorted(found - needed)[0]}}}")
+        if needed - found and not (name in ("reason", "evidence") and text == ""):
+            raise InputError(f"{path}: template {name!r} lacks the placeholder {{{sorted(needed - found)[0]}}}")
+        templates[name] = text
+    return templates
+
+
+def student_messages(row: dict, templates: dict, answer_format: str = "json", num_contexts: int = 10) -> list[dict]:
+    """What the student sees: how to answer, the user's first `num_contexts` posts, the question."""
+    posts = [post for post in row["profile"][:num_contexts] if post.strip()]
+    posts = "".join(templates["post"].format(post=post) for post in posts).rstrip("\n")
+    user = (templates["posts"].format(posts=posts) if posts else "") + templates["question"].format(question=row["question"])
+    return [{"role": "system", "content": templates[f"system_{answer_format}"]}, {"role": "user", "content": user}]
+
+
+def teacher_messages(
+    row: dict, templates: dict, answer_format: str = "json", num_contexts: int = 10, privileged: str = "aspects"
+) -> list[dict]:
+    """What the teacher sees: the student's messages, word for word, and the privileged block behind them."""
+    system, user = student_messages(row, templates, answer_format, num_contexts)
+    return [system, {"role": "user", "content": user["content"] + privileged_block(row, templates, privileged)}]
+
+
+def privileged_block(row: dict, templates: dict, privileged: str = "aspects") -> str:
+    """What only the teacher sees: the rubric's aspects, the asker's narrative, or both.
+
+    The wording matters: a block that reads like instructions gets recited by small teachers, and then by their students.
+    """
+    narrative = templates["narrative"].format(narrative=row["narrative"]) if row["narrative"] else ""
+    lines = []
+    for item in row["rubric_aspects"]:
+        more = "".join(templates[key].format(**{key: item[key]}) for key in ("reason", "evidence") if item[key])
+        lines.append(templates["aspect"].format(aspect=item["aspect"] + more))
+    aspects = templates["aspects"].format(aspects="".join(lines).rstrip("\n ,;")) if lines else ""
+    return {"aspects": aspects, "narrative": narrative, "both": narrative + aspects}[privileged]
+
+
+def encode_chat(tokenizer, messages: list[dict]) -> list[int]:
+    """Token ids of a conversation up to where the assistant's answer begins, by the tokenizer's own chat template.
+
+    One function for every prompt, so that student, teacher and judge can never be rendered with different settings. Text
+    of users is inert: chat markers in it are broken up before rendering. A template's own BOS is the only one.
+    """
+    has_system, marker = chat_format(tokenizer)
+    messages = [{**m, "content": marker.sub(lambda hit: f"{hit[0][0]} {hit[0][1:]}", m["content"])} for m in messages]
+    if not has_system and messages[0]["role"] == "system":
+        system, first, *rest = messages
+        messages = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
+    return tokenizer(render(tokenizer, messages), add_special_tokens=False)["input_ids"]
+
+
+def render(tokenizer, messages: list[dict], answer_begins: bool = True) -> str:
+    # enable_thinking (Qwen3 and others) and thinking (Granite, DeepSeek): whichever the template knows
+    settings = {"enable_thinking": False, "thinking": False, "add_generation_prompt": answer_begins}
+    return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+
+
+@functools.lru_cache(maxsize=8)
+def chat_format(tokenizer) -> tuple[bool, re.Pattern]:
+    """(does the template have a system role, a pattern for its markers). Raises InputError if there is no template.
+
+    Markers are the tokenizer's special tokens and whatever in an empty conversation looks like one ("[INST]", "<|user|>").
+    """
+    if not tokenizer.chat_template:
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; use an instruction-tuned model")
+    user = [{"role": "user", "content": "Q"}]
+    try:
+        text = render(tokenizer, [{"role": "system", "content": "SYSTEM"}, *user])
+        has_system = "SYSTEM" in text  # some templates drop the system text without a word
+    except jinja2.TemplateError:
+        has_system = False
+    text = render(tokenizer, [*user, {"role": "assistant", "content": "A"}])
+    markers = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    markers |= set(re.findall(r"<[^<>\s]+>|\[/?[A-Z_]+\]|<</?[A-Z]+>>", text))
+    markers = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
+    return has_system, re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends an answer: the tokenizer's EOS, the model's (there may be several), the template's end of turn."""
+    ends = [tokenizer.eos_token_id, model.config.eos_token_id]
+    ends.append(model.generation_config.eos_token_id if model.generation_config else None)
+    text = render(tokenizer, [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], False)
+    after = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
+    ends.append(next((i for i in after if i in tokenizer.added_tokens_decoder), None))
+    flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+    if not flat:
+        raise InputError(f"{tokenizer.name_or_path}: no end-of-turn token in tokenizer, config or chat template")
+    return sorted(set(flat))
+
+
+# --- Which rows can be used -------------------------------------------------------------------------------------------
+
+
+def word_runs(text: str) -> set[tuple[str, ...]]:
+    """All runs of LEAK_RUN words in a text, lower case, punctuation ignored."""
+    words = re.findall(r"\w+", text.lower())
+    return set(zip(*(words[i:] for i in range(LEAK_RUN))))
+
+
+def leaks(answer: str, privileged: str, prompt: str) -> bool:
+    """Does an answer recite the privileged block: share a run of 5 words with it that the student's prompt lacks?"""
+    return bool(word_runs(answer) & word_runs(privileged) - word_runs(prompt))
+
+
+def in_profile(row: dict, num_contexts: int) -> bool:
+    """Does privileged text stand in the posts the student sees: half or more of the word runs of one piece of it?"""
+    posts = set().union(*(word_runs(post) for post in row["profile"][:num_contexts]))
+    pieces = [row["narrative"]] + [text for item in row["rubric_aspects"] for text in item.values()]
+    return any(runs and 2 * len(runs & posts) >= len(runs) for runs in map(word_runs, pieces))
+
+
+def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tuple[list[dict], dict[str, list[str]]]:
+    """Turn rows into examples {id, config, row, student, teacher, prompt, privileged}: the two prompts as token ids, the
+    student's user turn and the privileged block as text. Also returns the ids of the rows left out, by reason.
+
+    Raises InputError if more than `options.max_dropped` of the rows cannot be used. Nothing is ever truncated.
+    """
+    examples, dropped = [], {}
+    for row in rows:
+        prompt = student_messages(row, templates, options.answer_format, options.num_contexts)
+        privileged = privileged_block(row, templates, options.privileged)
+        teacher = teacher_messages(row, templates, options.answer_format, options.num_contexts, options.privileged)
+        example = {
+            "id": row["id"],
+            "config": row["config"],
+            "row": row,
+            "student": encode_chat(tokenizer, prompt),
+            "teacher": encode_chat(tokenizer, teacher),
+            "prompt": prompt[-1]["content"],
+            "privileged": privileged,
+        }
+        longest = max(len(example["student"]), len(example["teacher"]))
+        if not privileged:
+            dropped.setdefault(f"no {options.privileged} to show the teacher", []).append(row["id"])
+        elif in_profile(row, options.num_contexts):
+            dropped.setdefault("privileged text in the profile", []).append(row["id"])
+        elif longest > options.max_prompt_tokens:
+            dropped.setdefault(f"prompt over {options.max_prompt_tokens} tokens", []).append(row["id"])
+        else:
+            examples.append(example)
+    left_out = len(rows) - len(examples)
+    if not examples or left_out > options.max_dropped * len(rows):
+        reasons = "; ".join(f"{reason}: {len(ids)} ({', '.join(ids[:3])}, ...)" for reason, ids in dropped.items())
+        raise InputError(
+            f"{left_out} of {len(rows)} rows cannot be used, more than --max-dropped {options.max_dropped} allows: {reasons}. "
+            "Raise --max-prompt-tokens or lower --num-contexts for long rows, mend the data, or raise --max-dropped"
+        )
+    return examples, dropped
+
+
+def load_examples(options, dataset: str, split: str, tokenizer, templates) -> tuple[list[dict], dict]:
+    """The rows of a split as examples, and the account of them: how many came in, are used, and are left out and why."""
+    rows = load_rows(dataset, split, options.config)
+    if options.rank_profile_with:
+        rows = rank_profiles(rows, options.rank_profile_with)
+    examples, dropped = make_examples(rows, tokenizer, options, templates)
+    return examples, {"dataset": dataset, "split": split, "rows": len(rows), "used": len(examples), "left_out": dropped}
+
+
+def describe(account: dict) -> str:
+    reasons = "".join(f"; left out, {why}: {len(ids)} ({', '.join(ids[:5])})" for why, ids in account["left_out"].items())
+    return f"{account['dataset']}, {account['split']}: {account['rows']} rows, {account['used']} used{reasons}"
