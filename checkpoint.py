@@ -37,18 +37,21 @@ def save(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
     os.replace(beside, folder)
 
 
-def latest_checkpoint(folder: Path, options) -> tuple[int, Path]:
-    """(step, folder) of the newest checkpoint. Raises InputError if there is none or the settings are other ones."""
+def latest_checkpoint(folder: Path, options) -> tuple[int, Path | None]:
+    """(step, folder) of the newest checkpoint; (0, None) for a run that was stopped before its first one.
+
+    Raises InputError if there is no run in the folder or its settings were other ones.
+    """
+    if not (folder / "options.yaml").exists():
+        raise InputError(f"{folder}: no run to resume")
     names = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     found = [(int(name[1]), path) for name, path in names if name]
-    if not found:
-        raise InputError(f"{folder}: no checkpoint to resume from")
     before, now = read_yaml(str(folder / "options.yaml")), dataclasses.asdict(options)
     changed = [name for name in now if name not in FREE and before.get(name) != now[name]]
     if changed:
         told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
         raise InputError(f"{folder}: cannot be resumed with other settings: {told}")
-    return max(found)
+    return max(found, default=(0, None))
 
 
 def read_metrics(folder: Path) -> list[dict]:

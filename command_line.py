@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import math
 import os
 import re
 import sys
@@ -53,8 +52,8 @@ def parse_options(kind, argv: list[str], needed: tuple[str, ...] = ()):
         )
     argv = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) for word in argv]  # --a_b is --a-b
     given, unknown = parser.parse_known_args(argv)
-    from_file = read_yaml(given.config_file) if given.config_file else {}
-    for name in [*from_file, *unknown]:
+    from_file = read_yaml(given.config_file) if given.config_file and not unknown else {}
+    for name in [*unknown, *from_file]:
         plain = str(name).split("=")[0].lstrip("-").replace("-", "_")
         if plain not in fields:
             near = difflib.get_close_matches(plain, fields, n=1, cutoff=0.5)
@@ -64,7 +63,7 @@ def parse_options(kind, argv: list[str], needed: tuple[str, ...] = ()):
     options = kind(**{name: value for name, value in given.items() if name in fields})
     for name, field in fields.items():
         value, low, high = getattr(options, name), field.metadata["low"], field.metadata["high"]
-        if low is not None and not low <= value <= (high if high is not None else math.inf):
+        if low is not None and not (low <= value <= (high if high is not None else sys.float_info.max)):
             upper = f" and at most {high}" if high is not None else ""
             raise InputError(f"--{name.replace('_', '-')} is {value}, expected at least {low}{upper}")
         if name in needed and not value:
@@ -81,7 +80,7 @@ def to_bool(text: str) -> bool:
 def read_yaml(path: str) -> dict:
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(settings, dict):
         raise InputError(f"{path}: expected lines of the form 'option: value', found {settings!r:.60}")

@@ -21,6 +21,7 @@ Data and prompts are in `lamp_qa.py`. To try a variant, change `token_divergence
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import random
 import resource
@@ -28,7 +29,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
 import transformers
@@ -100,7 +100,7 @@ class GraspOptions:
 # --- The two parts ----------------------------------------------------------------------------------------------------
 
 
-def load_model(path: str, dtype: torch.dtype):
+def load_model(path: str, dtype: str):
     """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout."""
     try:
         config = AutoConfig.from_pretrained(path)
@@ -112,7 +112,7 @@ def load_model(path: str, dtype: torch.dtype):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+    except Exception as error:
         raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
     if info["missing_keys"]:
         raise InputError(
@@ -123,7 +123,7 @@ def load_model(path: str, dtype: torch.dtype):
 
 def load_teacher(options: GraspOptions, device):
     """The teacher: the initial weights, frozen. Always from `options.model`, also when a run is resumed."""
-    return load_model(options.model, getattr(torch, options.dtype)).to(device).eval().requires_grad_(False)
+    return load_model(options.model, options.dtype).to(device).eval().requires_grad_(False)
 
 
 def load_tokenizer(path: str):
@@ -241,13 +241,21 @@ def head_logits(model, hidden):
     a head bias. A bare matrix product would skip it without a word.
     """
     decoder, head = model.base_model, model.get_output_embeddings()
-    decoder.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    decoder.forward = lambda *args, **kwargs: Decoded(last_hidden_state=hidden[None])
     if type(head) is nn.Linear:
         head.forward = lambda hidden: HeadLinear.apply(hidden, head.weight, head.bias)
     try:
-        return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device)).logits[0]
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device)).logits[0]
     finally:
         decoder.__dict__.pop("forward"), head.__dict__.pop("forward", None)
+    if len(logits) != len(hidden):  # OPT's forward goes past its base model
+        raise InputError(f"models of type {model.config.model_type} cannot be trained: their decoder cannot step aside")
+    return logits
+
+
+class Decoded(BaseModelOutputWithPast):
+    def __getattr__(self, name):  # what families pass on besides (router_logits, cross_attentions) is not there
+        return None
 
 
 class HeadLinear(torch.autograd.Function):
@@ -281,10 +289,9 @@ def token_divergence(
     logit -inf on both sides count for nothing. Values over `cap` (if not 0) are cut to it and have no gradient. Computed
     in `dtype`; training passes float32. Raises ValueError for another kind.
     """
-    floor = -1e30  # as good as -inf, but inf - inf is not a number
-    student = (student_logits.to(dtype) / temperature).clamp(min=floor)
-    teacher = (teacher_logits.to(dtype) / temperature).clamp(min=floor)
-    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    floor = max(-1e30, torch.finfo(student_logits.dtype).min)  # as good as -inf, but inf - inf is not a number
+    log_p = student_logits.clamp(min=floor).to(dtype).div_(temperature).log_softmax(-1)
+    log_q = teacher_logits.clamp(min=floor).to(dtype).div_(temperature).log_softmax(-1)
     if kind == "reverse_kl":
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     elif kind == "forward_kl":
@@ -342,7 +349,7 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 
-SLICE = 2**24  # weights updated at a time; the float32 copy of no more than these exists
+SLICE = 2**22  # weights updated at a time; the float32 copy of no more than these exists
 
 
 def build_optimizer(model, options: GraspOptions):
@@ -352,6 +359,9 @@ def build_optimizer(model, options: GraspOptions):
     while `update` works on them: so any optimizer can round stochastically, and no float32 copy of the model exists.
     Returns (optimizer, [(weight, slice of the flattened weight, stand-in)]).
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it misses 4-bit kernels that nobody asked for
+    import bitsandbytes as bnb
+
     slices, groups = [], {True: [], False: []}
     for weight in filter(lambda w: w.requires_grad, model.parameters()):
         if weight.dtype == torch.float32:
@@ -397,13 +407,17 @@ def update(optimizer, slices, learning_rate: float, seed: int):
 def stochastic_round_(target, values, generator):
     """Write float32 `values` into the bfloat16 `target`, each to one of its two neighbours so that the mean is right.
 
-    A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries into the upper one with
-    the probability of what is cut off. Round-to-nearest would lose every update under 2^-9 of the weight: at a
-    learning rate of 5e-6 that is nearly all of them, and no error says so.
+    A bfloat16 is the upper half of a float32: adding 16 random bits to the lower half carries into the upper one with
+    the probability of what is cut off. Round-to-nearest would lose every update under 2^-9 of its weight: at a learning
+    rate of 5e-6 that is nearly all of them, and no error says so. Overwrites `values`.
     """
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-    target.copy_(((bits + noise) & -(2**16)).view(torch.float32))
+    bits, no_number = values.flatten().view(torch.int32), values.isnan()
+    noise = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
+    noise.random_(-(2**63), None, generator=generator)  # 64 random bits serve four weights
+    bits += noise.view(torch.int16)[: bits.numel()]
+    bits += 2**15  # the noise is signed
+    bits &= -(2**16)
+    target.copy_(bits.view(torch.float32).view_as(target)).masked_fill_(no_number, math.nan)  # the bits may have overflown
 
 
 def learning_rate_at(step: int, total: int, options: GraspOptions) -> float:
@@ -488,7 +502,10 @@ def train(options: GraspOptions) -> Path:
         raise InputError(f"{folder}: already holds files; choose another --output-dir, or go on with --resume")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    accelerator = Accelerator(log_with=options.log_with or None, project_dir=options.output_dir)
+    try:
+        accelerator = Accelerator(log_with=options.log_with or None, project_dir=options.output_dir)
+    except ValueError as error:
+        raise InputError(f"--log-with is {options.log_with!r}: {first_line(error)}") from error
     rank, world, say = accelerator.process_index, accelerator.num_processes, accelerator.print
     if options.batch_size % world:
         raise InputError(f"--batch-size is {options.batch_size}, expected a multiple of the {world} processes")
@@ -505,7 +522,7 @@ def train(options: GraspOptions) -> Path:
             held_out = held_out[: options.eval_rows]
             account["held_out"] = held_out_account
     start, checkpoint = latest_checkpoint(folder, options) if options.resume else (0, None)
-    student = load_model(str(checkpoint or options.model), getattr(torch, options.dtype)).to(accelerator.device).train()
+    student = load_model(str(checkpoint or options.model), options.dtype).to(accelerator.device).train()
     teacher = load_teacher(options, accelerator.device)
     longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out) + options.max_new_tokens
     if longest > getattr(student.config, "max_position_embeddings", longest):
@@ -561,6 +578,10 @@ def train(options: GraspOptions) -> Path:
             for weight in student.parameters():
                 weight.grad = accelerator.reduce(weight.grad, "sum")
         norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
+        if not norm.isfinite():
+            raise InputError(
+                f"step {step + 1}: the gradient is not finite; go on from a checkpoint with a lower --learning-rate"
+            )
         rate = learning_rate_at(step, total, options)
         update(optimizer, slices, rate, seed_for(options.seed, step, "rounding"))
 

@@ -60,7 +60,12 @@ def read_rows(dataset: str, split: str, config: str = ""):
         return
     if path.is_dir():
         folders = [(path, "")] + [(folder, folder.name) for folder in sorted(path.iterdir()) if folder.is_dir()]
-        found = [(file, name) for folder, name in folders for file in sorted(folder.glob(f"{split}.json*"))]
+        found = [
+            (file, name)
+            for folder, name in folders
+            for end in (".json", ".jsonl")
+            if (file := folder / f"{split}{end}").is_file()
+        ]
         found = [(file, name) for file, name in found if config in ("", name) or not name]
         for file, name in found:
             yield from read_file(file, name)
@@ -146,7 +151,10 @@ def rank_profiles(rows: list[dict], encoder: str) -> list[dict]:
     The order is cached by `datasets` under a hash of the texts and the encoder's name, so it is computed once.
     """
     texts = [[row["question"], *row["profile"]] for row in rows]
-    orders = datasets.Dataset.from_generator(rank_texts, gen_kwargs={"texts": [texts], "encoder": encoder})
+    try:
+        orders = datasets.Dataset.from_generator(rank_texts, gen_kwargs={"texts": [texts], "encoder": encoder})
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise InputError(f"{encoder}: cannot rank profiles: {first_line(error.__cause__ or error)}") from error
     return [{**row, "profile": [row["profile"][i] for i in order]} for row, order in zip(rows, orders["order"])]
 
 
@@ -203,7 +211,7 @@ def load_templates(path: str = "") -> dict[str, str]:
         return templates
     try:
         replaced = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as YAML or JSON: {first_line(error)}") from error
     if not isinstance(replaced, dict):
         raise InputError(f"{path}: expected an object {{name: template}}, found {replaced!r:.60}")
@@ -213,7 +221,9 @@ def load_templates(path: str = "") -> dict[str, str]:
         needed = TEMPLATES[name][1]
         try:
             found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-        except (TypeError, ValueError) as error:
+            if found == needed:
+                text.format(**dict.fromkeys(needed, ""))
+        except (TypeError, ValueError, LookupError) as error:
             raise InputError(f"{path}: template {name!r}: {error} (write {{{{ and }}}} for plain braces)") from error
         if found - needed:
             raise InputError(f"{path}: template {name!r} has an unknown placeholder {{{sorted(found - needed)[0]}}}")
@@ -228,7 +238,7 @@ def student_messages(row: dict, templates: dict, answer_format: str = "json", nu
     posts = [post for post in row["profile"][:num_contexts] if post.strip()]
     posts = "".join(templates["post"].format(post=post) for post in posts).rstrip("\n")
     user = (templates["posts"].format(posts=posts) if posts else "") + templates["question"].format(question=row["question"])
-    return [{"role": "system", "content": templates[f"system_{answer_format}"]}, {"role": "user", "content": user}]
+    return [{"role": "system", "content": templates[f"system_{answer_format}"].format()}, {"role": "user", "content": user}]
 
 
 def teacher_messages(
@@ -287,7 +297,10 @@ def chat_format(tokenizer) -> tuple[bool, re.Pattern]:
         has_system = "SYSTEM" in text  # some templates drop the system text without a word
     except jinja2.TemplateError:
         has_system = False
-    text = render(tokenizer, [*user, {"role": "assistant", "content": "A"}])
+    try:
+        text = render(tokenizer, [*user, {"role": "assistant", "content": "A"}])
+    except jinja2.TemplateError as error:
+        raise InputError(f"{tokenizer.name_or_path}: cannot use the chat template: {first_line(error)}") from error
     markers = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     markers |= set(re.findall(r"<[^<>\s]+>|\[/?[A-Z_]+\]|<</?[A-Z]+>>", text))
     markers = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)

@@ -61,7 +61,8 @@ def main(argv):
 
     stop = stop_ids(base, tokenizer)
     before, after, informed = (
-        answers(*which, tokenizer, options) for which in ((base, test, "student"), (student, test, "student"), (base, test, "teacher"))
+        answers(*which, tokenizer, options)
+        for which in ((base, test, "student"), (student, test, "student"), (base, test, "teacher"))
     )
     distance = {m: measure(m, base, test, stop, tokenizer, options)["reverse_kl"] for m in (base, student)}
     rows = [
@@ -74,7 +75,9 @@ def main(argv):
     for row in rows:
         low, high = row["interval"]
         kl = "" if row["reverse_kl"] is None else f"{row['reverse_kl']:.4f}"
-        print(f"| {row['name']} | {row['coverage']:.3f} | {low:.3f} to {high:.3f} | {row['leaks']:.3f} | {kl} | {row['length']:.0f} |")
+        print(
+            f"| {row['name']} | {row['coverage']:.3f} | {low:.3f} to {high:.3f} | {row['leaks']:.3f} | {kl} | {row['length']:.0f} |"
+        )
     mean, low, high, wins, ties, losses = paired_difference(rows[1]["scores"], rows[0]["scores"])
     print(
         f"\nstudent minus base, question by question: {mean:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}; "
