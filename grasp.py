@@ -522,6 +522,9 @@ def train(options: GraspOptions) -> Path:
             held_out = held_out[: options.eval_rows]
             account["held_out"] = held_out_account
     start, checkpoint = latest_checkpoint(folder, options) if options.resume else (0, None)
+    if options.resume and (folder / "model").exists():
+        say(f"the run is finished: its model is in {folder / 'model'}")
+        return folder / "model"
     student = load_model(str(checkpoint or options.model), options.dtype).to(accelerator.device).train()
     teacher = load_teacher(options, accelerator.device)
     longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out) + options.max_new_tokens

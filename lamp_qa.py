@@ -236,7 +236,7 @@ def load_templates(path: str = "") -> dict[str, str]:
 def student_messages(row: dict, templates: dict, answer_format: str = "json", num_contexts: int = 10) -> list[dict]:
     """What the student sees: how to answer, the user's first `num_contexts` posts, the question."""
     posts = [post for post in row["profile"][:num_contexts] if post.strip()]
-    posts = "".join(templates["post"].format(post=post) for post in posts).rstrip("\n")
+    posts = "".join(templates["post"].format(post=post) for post in posts).rstrip()
     user = (templates["posts"].format(posts=posts) if posts else "") + templates["question"].format(question=row["question"])
     return [{"role": "system", "content": templates[f"system_{answer_format}"].format()}, {"role": "user", "content": user}]
 

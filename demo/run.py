@@ -3,9 +3,10 @@
     python demo/run.py                     # seed 0
     python demo/run.py --seed 1 --output-dir demo/runs/seed-1     # every option of grasp.py works here too
 
-Three answers to each test question are compared, all greedy: the base model's and the student's, who see the user's
-posts, and the teacher's, who sees the rubric as well. Coverage is the plain keyword measure of `evaluate.py`; it says
-nothing about how good an answer is otherwise and cannot be compared with LaMP-QA's figures, which a judge model gives.
+Three answers to each test question are compared: the base model's and the student's, who see the user's posts, and the
+teacher's, who sees the rubric as well; all sampled at temperature 0.7 (greedy, a model this small repeats itself) with the
+same seeds. Coverage is the plain keyword measure of `evaluate.py`; it says nothing about how good an answer is otherwise
+and cannot be compared with LaMP-QA's figures, which a judge model gives.
 """
 
 import json
@@ -19,15 +20,17 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from command_line import parse_options, run, write_file  # noqa: E402
-from evaluate import bootstrap, keyword_grade, paired_difference, question_score  # noqa: E402
-from grasp import GraspOptions, load_model, load_teacher, load_tokenizer, measure, sample_completions, train  # noqa: E402
+from evaluate import bootstrap, paired_difference, question_score  # noqa: E402
+from grasp import GraspOptions, load_model, load_teacher, load_tokenizer, measure, sample_completions, seed_for, train  # noqa: E402
+from judges import keyword_grade  # noqa: E402
 from lamp_qa import leaks, load_examples, load_templates, stop_ids  # noqa: E402
 
 
 def answers(chat_model, examples, kind, tokenizer, options) -> tuple[list[str], list[int]]:
-    """Greedy answers to the `kind` ("student" or "teacher") prompts, as texts and as lengths in tokens."""
+    """Answers to the `kind` ("student" or "teacher") prompts, as texts and as lengths in tokens."""
     prompts, stop = [example[kind] for example in examples], stop_ids(chat_model, tokenizer)
-    sampled = sample_completions(chat_model, prompts, stop, options.max_new_tokens, [0] * len(prompts), temperature=0)
+    seeds = [seed_for("demo", example["id"]) for example in examples]
+    sampled = sample_completions(chat_model, prompts, stop, options.max_new_tokens, seeds, temperature=0.7, batch_size=48)
     return tokenizer.batch_decode(sampled, skip_special_tokens=True), [len(ids) for ids in sampled]
 
 
@@ -75,14 +78,12 @@ def main(argv):
     for row in rows:
         low, high = row["interval"]
         kl = "" if row["reverse_kl"] is None else f"{row['reverse_kl']:.4f}"
-        print(
-            f"| {row['name']} | {row['coverage']:.3f} | {low:.3f} to {high:.3f} | {row['leaks']:.3f} | {kl} | {row['length']:.0f} |"
-        )
+        figures = f"{row['coverage']:.3f} | {low:.3f} to {high:.3f} | {row['leaks']:.3f} | {kl} | {row['length']:.0f}"
+        print(f"| {row['name']} | {figures} |")
     mean, low, high, wins, ties, losses = paired_difference(rows[1]["scores"], rows[0]["scores"])
-    print(
-        f"\nstudent minus base, question by question: {mean:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}; "
-        f"{wins} wins, {ties} ties, {losses} losses; coverage {rows[1]['coverage'] / max(rows[0]['coverage'], 1e-9):.2f} times the base's"
-    )
+    times = rows[1]["coverage"] / max(rows[0]["coverage"], 1e-9)
+    print(f"\nstudent's coverage: {times:.2f} times the base's; question by question {mean:+.3f}, 95 % interval {low:+.3f} to")
+    print(f"{high:+.3f}, {wins} wins, {ties} ties, {losses} losses")
     gains = [rows[1]["scores"][example["id"]] - rows[0]["scores"][example["id"]] for example in test]
     shown = gains.index(max(gains))
     print(f"\nThe question that gained most: {test[shown]['row']['question']}")

@@ -192,8 +192,8 @@ WRONG = {
     "output folder holds a run": (finished_run, ["run.yaml"], ["out", "already holds", "--resume"]),
     "output folder is a file": (lambda p: (p / "out").write_text("mine"), ["run.yaml"], ["out"]),
     "unwritable output folder": (None, ["run.yaml", "--output-dir", "/proc/out"], ["/proc/out"]),
-    "resume without folder": (None, ["run.yaml", "--resume"], ["out", "no checkpoint"]),
-    "resume without checkpoint": (finished_run, ["run.yaml", "--resume"], ["out", "no checkpoint"]),
+    "resume without folder": (None, ["run.yaml", "--resume"], ["out", "no run to resume"]),
+    "resume of what is no run": (finished_run, ["run.yaml", "--resume"], ["out", "no run to resume"]),
     "resume with other settings": (
         lambda p: checkpoint(p, seed=3, learning_rate=1.0),
         ["run.yaml", "--resume"],

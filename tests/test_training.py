@@ -177,6 +177,26 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_weights_of_an_unbroken_
     assert (resumed / "README.md").read_text() == (whole / "README.md").read_text()
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_resumed_from_the_start(options, tmp_path, monkeypatch):
+    whole = train(options(max_steps=3, save_steps=0, output_dir=str(tmp_path / "whole")))
+    settings = options(max_steps=3, save_steps=0, output_dir=str(tmp_path / "killed"))
+    real, calls = grasp.update, []
+
+    def killed_in_step_2(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(grasp, "update", killed_in_step_2)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings)
+    monkeypatch.undo()
+    resumed = train(dataclasses.replace(settings, resume=True))
+    assert_same_bits(resumed, whole)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
 def test_a_finished_run_that_is_resumed_stays_as_it_is(options):
     settings = options(save_steps=2)
     folder = train(settings)
