@@ -100,8 +100,11 @@ class GraspOptions:
 # --- The two parts ----------------------------------------------------------------------------------------------------
 
 
-def load_model(path: str, dtype: str):
-    """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout."""
+def load_model(path: str, dtype: str, **settings):
+    """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout.
+
+    `settings` go to from_pretrained. Raises InputError for what cannot be loaded or lacks weights.
+    """
     try:
         config = AutoConfig.from_pretrained(path)
         for name in vars(config):
@@ -109,15 +112,13 @@ def load_model(path: str, dtype: str):
                 setattr(config, name, 0.0)
         # sdpa has no soft-capping of attention logits (Gemma-2), and leaves it out without a word
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
-        )
+        settings |= dict(config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
     except Exception as error:
         raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
     if info["missing_keys"]:
-        raise InputError(
-            f"{path}: the checkpoint lacks {len(info['missing_keys'])} weights: {sorted(info['missing_keys'])[:3]}"
-        )
+        missing = sorted(info["missing_keys"])
+        raise InputError(f"{path}: the checkpoint lacks {len(missing)} weights: {', '.join(missing[:3])}")
     return model
 
 
@@ -304,9 +305,9 @@ def token_divergence(
     return divergence.clamp(max=cap) if cap else divergence
 
 
-def chunk_tokens(vocabulary: int) -> int:
-    """How many tokens' logits exist at a time: about 8 million numbers in each matrix."""
-    return max(1, 2**23 // vocabulary)
+def chunk_tokens(vocabulary: int, device: str) -> int:
+    """How many tokens' logits exist at a time: some 4 million numbers in each matrix, 16 million on a GPU."""
+    return max(1, 2 ** (22 if device == "cpu" else 24) // vocabulary)
 
 
 def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, options):
@@ -319,7 +320,8 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
     """
     gradient = torch.empty_like(hidden)
     statistics = []
-    for rows in torch.arange(len(hidden), device=hidden.device).split(chunk_tokens(student.config.vocab_size)):
+    chunk = chunk_tokens(student.config.vocab_size, hidden.device.type)
+    for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
         part = hidden[rows].detach().requires_grad_(hidden.requires_grad)
         with torch.set_grad_enabled(hidden.requires_grad):
             student_logits = head_logits(student, part)  # (C, V)

@@ -30,7 +30,9 @@ def answers(chat_model, examples, kind, tokenizer, options) -> tuple[list[str], 
     """Answers to the `kind` ("student" or "teacher") prompts, as texts and as lengths in tokens."""
     prompts, stop = [example[kind] for example in examples], stop_ids(chat_model, tokenizer)
     seeds = [seed_for("demo", example["id"]) for example in examples]
-    sampled = sample_completions(chat_model, prompts, stop, options.max_new_tokens, seeds, temperature=0.7, batch_size=48)
+    sampled = sample_completions(
+        chat_model, prompts, stop, options.max_new_tokens, seeds, 0.7, batch_size=options.generation_batch_size
+    )
     return tokenizer.batch_decode(sampled, skip_special_tokens=True), [len(ids) for ids in sampled]
 
 

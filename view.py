@@ -1,0 +1,76 @@
+"""Results for people: the table in the terminal, and one self-contained page that opens without a network.
+
+    python view.py results/mine        # writes results/mine/index.html; evaluate.py does so at its end
+
+The page shows the table, the intervals as a picture, and each question with its answer, aspects and grades; after
+`evaluate.py --compare`, the other run's stand beside them. It is `view.html` with the results put in as JSON.
+"""
+
+import json
+from pathlib import Path
+
+from command_line import InputError, first_line, run, write_file
+
+
+def as_table(summary: dict) -> str:
+    """The report for a terminal, in Markdown."""
+    unit = summary["length_unit"]
+    lines = [f"| config | coverage | 95 % interval | questions | empty | {unit} | leaks | failed calls |", "| --- " * 8 + "|"]
+    for config, f in summary["figures"].items():
+        figures = f"{f['coverage']:.3f} | {f['low']:.3f} to {f['high']:.3f} | {f['questions']} | {f['empty']}"
+        lines.append(f"| {config or '(none)'} | {figures} | {f['length']:.0f} | {f['leaks']:.3f} | {f['failed_calls']} |")
+    lines.append(
+        f"\ncoverage by {summary['judge']}" + " (a word count: not comparable with LaMP-QA)" * (summary["judge"] == "keywords")
+    )
+    if "comparison" in summary:
+        c = summary["comparison"]
+        lines.append(
+            f"against {c['other']}, {c['questions']} questions: {c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}), "
+            f"{c['wins']} better, {c['ties']} equal, {c['losses']} worse"
+        )
+        if c["other_judge"] not in ("", summary["judge"]):
+            lines.append(f"  that run was graded by {c['other_judge']}: the difference is also one between judges")
+        for word in ("gained", "lost"):
+            lines += [f"  {word}: {name}, {theirs:.3f} to {our:.3f}" for name, theirs, our in c[word]]
+    return "\n".join(lines)
+
+
+def write_page(folder: Path) -> Path:
+    """Write FOLDER/index.html from the summary.json, scores.json and responses.json beside it; returns its path."""
+    summary, questions = read_results(folder)
+    comparison = summary.get("comparison")
+    if comparison:
+        try:
+            theirs, others = read_results(Path(comparison["other"]).parent)
+        except InputError:  # only its scores.json was kept, or it has moved
+            theirs, others = {}, {}
+        for name, question in questions.items():
+            question["other"] = others.get(name)
+        summary["other_figures"] = theirs.get("figures")
+    data = json.dumps({"summary": summary, "questions": list(questions.values())}, ensure_ascii=False)
+    # inside a script element only "<" could end the data; everything is shown as text by the page, never as HTML
+    page = Path(__file__).with_name("view.html").read_text("utf-8").replace("RESULTS_AS_JSON", data.replace("<", "\\u003c"))
+    write_file(folder / "index.html", page)
+    return folder / "index.html"
+
+
+def read_results(folder: Path) -> tuple[dict, dict]:
+    """A run's summary, and by id its questions with their answers. Raises InputError if a file is missing or no such one."""
+    try:
+        names = ("summary.json", "scores.json", "responses.json")
+        summary, scores, responses = (json.loads((folder / name).read_text("utf-8")) for name in names)
+        answers = {name: outputs[0] for name, outputs in responses.items()}
+        questions = {question["id"]: {**question, **answers[question["id"]]} for question in scores["per_question_scores"]}
+        return summary, questions
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder}: expected the results of a run of evaluate.py: {first_line(error)}") from error
+
+
+def main(argv: list[str]):
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise InputError("usage: python view.py RESULTS_FOLDER")
+    print(write_page(Path(argv[0])))
+
+
+if __name__ == "__main__":
+    run(main)
