@@ -1,4 +1,4 @@
-"""What a run leaves on disk: models and checkpoints that are whole or not there, metrics, the model card."""
+"""Models from and to disk: loading, checkpoints that are whole or not there, and what a run leaves beside them."""
 
 import dataclasses
 import json
@@ -9,11 +9,41 @@ from pathlib import Path
 
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from command_line import InputError, first_line, read_yaml
 
 # options that may differ when a run is resumed: they change where, how fast and how often, not what comes out
 FREE = {"resume", "save_steps", "log_with", "output_dir", "generation_batch_size", "micro_batch_size", "gradient_checkpointing"}
+
+
+def load_model(path: str, dtype: str, **settings):
+    """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout.
+
+    `settings` go to from_pretrained. Raises InputError for what cannot be loaded or lacks weights.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop", "dropout_prob")):  # the policy that is scored is the one that sampled
+                setattr(config, name, 0.0)
+        # sdpa has no soft-capping of attention logits (Gemma-2), and leaves it out without a word
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        settings |= dict(config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
+    except Exception as error:
+        raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise InputError(f"{path}: the checkpoint lacks {len(missing)} weights: {', '.join(missing[:3])}")
+    return model
+
+
+def load_tokenizer(path: str):
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
 
 
 def save(folder: Path, model, tokenizer, optimizer=None, card: str = ""):

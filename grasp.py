@@ -37,10 +37,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from checkpoint import latest_checkpoint, model_card, read_metrics, save
+from checkpoint import latest_checkpoint, load_model, load_tokenizer, model_card, read_metrics, save
 from command_line import InputError, first_line, option, parse_options, run, write_file
 from lamp_qa import describe, leaks, load_examples, load_templates, stop_ids
 
@@ -67,10 +67,7 @@ class GraspOptions:
     max_new_tokens: int = option(512, "longest rollout", low=1)
     generation_batch_size: int = option(32, "prompts sampled side by side on one device", low=1)
     divergence: str = option(
-        "reverse_kl",
-        "what is minimized, per token",
-        choices=("reverse_kl", "forward_kl", "jsd"),
-        section="Divergence",
+        "reverse_kl", "minimized, per token", choices=("reverse_kl", "forward_kl", "jsd"), section="Divergence"
     )
     jsd_beta: float = option(0.5, "weight of the teacher in the mixture of jsd", low=0.001, high=0.999)
     divergence_temperature: float = option(1.0, "both sides' logits are divided by this", low=0.01)
@@ -80,11 +77,7 @@ class GraspOptions:
     weight_decay: float = option(0.1, "on matrices; norms and biases have none", low=0)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm", low=0.0001)
     optimizer: str = option("adamw_8bit", "AdamW and its state", choices=("adamw_8bit", "paged_adamw_8bit", "adamw"))
-    dtype: str = option(
-        "bfloat16",
-        "of weights and gradients; bfloat16 rounds its updates stochastically",
-        choices=("bfloat16", "float32"),
-    )
+    dtype: str = option("bfloat16", "of weights; bfloat16 is rounded stochastically", choices=("bfloat16", "float32"))
     epochs: int = option(1, "passes over the data", low=1)
     max_steps: int = option(0, "optimizer steps, instead of epochs; 0: by epochs", low=0)
     micro_batch_size: int = option(1, "rows per forward and backward pass; changes memory and speed, not the result", low=1)
@@ -100,38 +93,9 @@ class GraspOptions:
 # --- The two parts ----------------------------------------------------------------------------------------------------
 
 
-def load_model(path: str, dtype: str, **settings):
-    """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout.
-
-    `settings` go to from_pretrained. Raises InputError for what cannot be loaded or lacks weights.
-    """
-    try:
-        config = AutoConfig.from_pretrained(path)
-        for name in vars(config):
-            if name.endswith(("dropout", "pdrop", "dropout_prob")):  # the policy that is scored is the one that sampled
-                setattr(config, name, 0.0)
-        # sdpa has no soft-capping of attention logits (Gemma-2), and leaves it out without a word
-        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        settings |= dict(config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True)
-        model, info = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
-    except Exception as error:
-        raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise InputError(f"{path}: the checkpoint lacks {len(missing)} weights: {', '.join(missing[:3])}")
-    return model
-
-
 def load_teacher(options: GraspOptions, device):
     """The teacher: the initial weights, frozen. Always from `options.model`, also when a run is resumed."""
     return load_model(options.model, options.dtype).to(device).eval().requires_grad_(False)
-
-
-def load_tokenizer(path: str):
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
 
 
 # --- 1. Rollout -------------------------------------------------------------------------------------------------------
