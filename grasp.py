@@ -269,9 +269,9 @@ def token_divergence(
     return divergence.clamp(max=cap) if cap else divergence
 
 
-def chunk_tokens(vocabulary: int, device: str) -> int:
-    """How many tokens' logits exist at a time: some 4 million numbers in each matrix, 16 million on a GPU."""
-    return max(1, 2 ** (22 if device == "cpu" else 24) // vocabulary)
+def chunk_tokens(vocabulary: int) -> int:
+    """How many tokens' logits exist at a time: some 16 million numbers in each matrix."""
+    return max(1, 2**24 // vocabulary)
 
 
 def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, options):
@@ -282,35 +282,44 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
     Returns (3, N), without graph: per token the divergence and the student's entropy in nats, and whether both favour the
     same next token.
     """
-    gradient = torch.empty_like(hidden)
-    statistics = []
-    chunk = chunk_tokens(student.config.vocab_size, hidden.device.type)
-    for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
-        part = hidden[rows].detach().requires_grad_(hidden.requires_grad)
-        with torch.set_grad_enabled(hidden.requires_grad):
+    learn, vocabulary = hidden.requires_grad, student.config.vocab_size
+    chunk = chunk_tokens(vocabulary)
+    few = chunk if hidden.is_cuda else max(1, 2**20 // vocabulary)  # the divergence's many passes stay in a CPU's cache
+    gradient, statistics = torch.empty_like(hidden), hidden.new_empty(3, len(hidden), dtype=torch.float32)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        part = hidden[rows].detach().requires_grad_(learn)
+        with torch.set_grad_enabled(learn):
             student_logits = head_logits(student, part)  # (C, V)
-            with torch.no_grad():
-                teacher_logits = head_logits(teacher, teacher_hidden[rows])
-            divergence = token_divergence(
-                student_logits,
-                teacher_logits,
-                options.divergence,
-                options.jsd_beta,
-                options.divergence_temperature,
-                options.divergence_cap,
-                dtype=torch.float32,
-            )
-        if hidden.requires_grad:
-            (divergence.sum() / num_tokens).backward()
-            gradient[rows] = part.grad
         with torch.no_grad():
-            log_p = student_logits.float().log_softmax(-1)
-            entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
-            agreement = student_logits.argmax(-1) == teacher_logits.argmax(-1)
-            statistics.append(torch.stack([divergence.detach(), entropy, agreement.float()]))
-    if hidden.requires_grad:
+            teacher_logits = head_logits(teacher, teacher_hidden[rows])
+        logits_gradient = torch.empty_like(student_logits)
+        for first in range(0, len(part), few):
+            some = slice(first, first + few)
+            logits, teacher_part = student_logits[some].detach().requires_grad_(learn), teacher_logits[some]
+            with torch.set_grad_enabled(learn):
+                divergence = token_divergence(
+                    logits,
+                    teacher_part,
+                    options.divergence,
+                    options.jsd_beta,
+                    options.divergence_temperature,
+                    options.divergence_cap,
+                    dtype=torch.float32,
+                )
+            if learn:
+                logits_gradient[some] = torch.autograd.grad(divergence.sum() / num_tokens, logits)[0]
+            with torch.no_grad():
+                log_p = logits.float().log_softmax(-1)
+                entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
+                agreement = logits.argmax(-1) == teacher_part.argmax(-1)
+                statistics[:, rows][:, some] = torch.stack([divergence.detach(), entropy, agreement.float()])
+        if learn:
+            student_logits.backward(logits_gradient)
+            gradient[rows] = part.grad
+    if learn:
         hidden.backward(gradient)
-    return torch.cat(statistics, 1)
+    return statistics
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,10 @@ def main():
                 sample_completions(model, prompts, [-1], args.new_tokens, range(len(prompts)), batch_size=size)
                 runs.append(time.perf_counter() - began)
         alone, together = (statistics.median(runs) for runs in seconds.values())
-        greedy = [sample_completions(model, prompts, stop, args.new_tokens, prompts, 0, batch_size=size) for size in seconds]
+        greedy = [
+            sample_completions(model, prompts, stop, args.new_tokens, range(len(prompts)), 0, batch_size=size)
+            for size in seconds
+        ]
         same = sum(a == b for a, b in zip(*greedy))
         print(f"| {dtype} | {alone:.2f} | {together:.2f} | {alone / together:.1f} | {same} of {len(prompts)} |")
         if dtype == "float32":

