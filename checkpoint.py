@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def load_tokenizer(path: str):
         raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
 
 
-def save(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
+def save_model(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load, with the optimizer's state if there is one.
 
     It is written beside its place and then renamed. Raises InputError if it cannot be written, a full disk say.
@@ -124,3 +125,13 @@ Data: {Path(train["dataset"]).name}, split {train["split"]}, {train["used"]} of 
     paths = ("model", "dataset", "eval_dataset", "output_dir", "prompts", "rank_profile_with", "resume", "log_with")
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in paths}
     return f"{head}\nSettings:\n\n```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```\n"
+
+
+def describe_model(model) -> str:
+    return f"{model.config.model_type} of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M weights in {model.dtype}"
+
+
+def peak_memory_gb(device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

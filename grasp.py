@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import random
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,16 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from checkpoint import latest_checkpoint, load_model, load_tokenizer, model_card, read_metrics, save
+from checkpoint import (
+    describe_model,
+    latest_checkpoint,
+    load_model,
+    load_tokenizer,
+    model_card,
+    peak_memory_gb,
+    read_metrics,
+    save_model,
+)
 from command_line import InputError, first_line, option, parse_options, run, write_file
 from lamp_qa import describe, leaks, load_examples, load_templates, stop_ids
 
@@ -65,9 +73,7 @@ class GraspOptions:
     batch_size: int = option(32, "prompts per optimizer step, all processes together", low=1, section="Rollouts")
     max_new_tokens: int = option(512, "longest rollout", low=1)
     generation_batch_size: int = option(32, "prompts sampled side by side on one device", low=1)
-    divergence: str = option(
-        "reverse_kl", "minimized, per token", choices=("reverse_kl", "forward_kl", "jsd"), section="Divergence"
-    )
+    divergence: str = option("reverse_kl", "per token", choices=("reverse_kl", "forward_kl", "jsd"), section="Divergence")
     jsd_beta: float = option(0.5, "weight of the teacher in the mixture of jsd", low=0.001, high=0.999)
     divergence_temperature: float = option(1.0, "both sides' logits are divided by this", low=0.01)
     divergence_cap: float = option(0.0, "nats at which a token's divergence is cut off, with its gradient; 0: never", low=0)
@@ -443,9 +449,8 @@ def measure(student, teacher, examples, stop, tokenizer, options, rank=0, world=
     mine = [examples[slot] for slot in slots]
     seeds = [seed_for(options.seed, "held-out", slot) for slot in slots]
     prompts = [example["student"] for example in mine]
-    completions = sample_completions(
-        student, prompts, stop, options.max_new_tokens, seeds, batch_size=options.generation_batch_size
-    )
+    batch_size = options.generation_batch_size
+    completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
     per_row = score(student, teacher, mine, completions, 1, plain)
     figures = summarize(per_row, completions, mine, stop, tokenizer)
     return {"reverse_kl" if name == "loss" else name: value for name, value in figures.items()}
@@ -534,9 +539,8 @@ def train(options: GraspOptions) -> Path:
         # 1. The student answers, seeing profile and question.
         seeds = [seed_for(options.seed, step, slot) for slot in slots]
         prompts = [example["student"] for example in mine]
-        completions = sample_completions(
-            student, prompts, stop, options.max_new_tokens, seeds, batch_size=options.generation_batch_size
-        )
+        batch_size = options.generation_batch_size
+        completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
         num_tokens = sum(gather_object([sum(map(len, completions))]))
 
         # 2. and 3. Teacher and student score these very tokens; the reverse KL's gradient adds up in the student.
@@ -548,9 +552,7 @@ def train(options: GraspOptions) -> Path:
                 weight.grad = accelerator.reduce(weight.grad, "sum")
         norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
         if not norm.isfinite():
-            raise InputError(
-                f"step {step + 1}: the gradient is not finite; go on from a checkpoint with a lower --learning-rate"
-            )
+            raise InputError(f"step {step + 1}: the gradient is not finite; start again with a lower --learning-rate")
         rate = learning_rate_at(step, total, options)
         update(optimizer, slices, rate, seed_for(options.seed, step, "rounding"))
 
@@ -558,31 +560,17 @@ def train(options: GraspOptions) -> Path:
         seconds = time.perf_counter() - began
         figures |= {"grad_norm": norm.item(), "learning_rate": rate, "tokens_per_second": num_tokens / seconds}
         log({**figures, "seconds": seconds, "peak_memory_gb": peak_memory_gb(accelerator.device)}, step + 1)
-        bar.set_postfix_str(
-            f"{options.divergence} {figures['loss']:.4f}, length {figures['length']:.0f}, {num_tokens / seconds:.0f} tok/s"
-        )
+        progress = f"{options.divergence} {figures['loss']:.4f}, length {figures['length']:.0f}"
+        bar.set_postfix_str(f"{progress}, {num_tokens / seconds:.0f} tok/s")
         if held_out and ((step + 1) % options.eval_steps == 0 or step + 1 == total):
             log(measure(student, teacher, held_out, stop, tokenizer, options, rank, world), step + 1, "eval_")
         if options.save_steps and (step + 1) % options.save_steps == 0 and accelerator.is_main_process:
-            save(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer)
+            save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer)
     if accelerator.is_main_process:
-        save(folder / "model", student, tokenizer, card=model_card(options, account, read_metrics(folder)))
+        save_model(folder / "model", student, tokenizer, card=model_card(options, account, read_metrics(folder)))
     accelerator.end_training()
     say(f"the trained model is in {folder / 'model'}")
     return folder / "model"
-
-
-# --- Around the loop --------------------------------------------------------------------------------------------------
-
-
-def describe_model(model) -> str:
-    return f"{model.config.model_type} of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M weights in {model.dtype}"
-
-
-def peak_memory_gb(device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 if __name__ == "__main__":
