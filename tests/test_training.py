@@ -338,10 +338,10 @@ def test_batches_go_through_all_rows_once_an_epoch_in_a_new_order_each(size, row
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_it(tmp_path, tokenizer, monkeypatch):
     model, folder = make_model(), tmp_path / "checkpoint-1"
-    checkpoint.save(folder, model, tokenizer)
+    checkpoint.save_model(folder, model, tokenizer)
     before = weights(folder)
     monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *a: (_ for _ in ()).throw(RuntimeError("disk full")))
     with pytest.raises(InputError, match="checkpoint-1: cannot be written: disk full"):
-        checkpoint.save(folder, make_model(seed=1), tokenizer)
+        checkpoint.save_model(folder, make_model(seed=1), tokenizer)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(folder).items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
