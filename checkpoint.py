@@ -40,6 +40,13 @@ def load_model(path: str, dtype: str, **settings):
     return model
 
 
+def check_positions(model, longest: int):
+    """Raises InputError if the longest prompt with the longest answer, in tokens, is more than the model has positions."""
+    limit = getattr(model.config, "max_position_embeddings", longest)
+    if longest > limit:
+        raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}; lower --max-prompt-tokens")
+
+
 def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -68,6 +75,12 @@ def save_model(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
     os.replace(beside, folder)
 
 
+def changes(before: dict, now: dict, free) -> str:
+    """Which settings are other ones than before, as text, "" if none; those named in `free` may differ."""
+    changed = [name for name in now if name not in free and before.get(name) != now[name]]
+    return "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+
+
 def latest_checkpoint(folder: Path, options) -> tuple[int, Path | None]:
     """(step, folder) of the newest checkpoint; (0, None) for a run that was stopped before its first one.
 
@@ -78,10 +91,8 @@ def latest_checkpoint(folder: Path, options) -> tuple[int, Path | None]:
     names = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     found = [(int(name[1]), path) for name, path in names if name]
     before, now = read_yaml(str(folder / "options.yaml")), dataclasses.asdict(options)
-    changed = [name for name in now if name not in FREE and before.get(name) != now[name]]
-    if changed:
-        told = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
-        raise InputError(f"{folder}: cannot be resumed with other settings: {told}")
+    if changed := changes(before, now, FREE):
+        raise InputError(f"{folder}: cannot be resumed with other settings: {changed}")
     return max(found, default=(0, None))
 
 

@@ -29,6 +29,7 @@ import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from checkpoint import check_positions
 from command_line import InputError, option, parse_options, run, write_file
 from grasp import load_model, load_tokenizer, sample_completions, seed_for
 from judges import grade, load_judge
@@ -294,9 +295,7 @@ def evaluate(options: EvaluateOptions) -> dict:
         answers = {name: {"output": given[name], "tries": 0} for name in rows if given}
         if not given:
             model = load_model(options.model, options.dtype).to(accelerator.device).eval()
-            longest = max(map(len, prompts.values())) + options.max_new_tokens
-            if longest > (limit := getattr(model.config, "max_position_embeddings", longest)):
-                raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}: lower --max-prompt-tokens")
+            check_positions(model, max(map(len, prompts.values())) + options.max_new_tokens)
             answers = sample_answers(model, tokenizer, prompts, options, folder, accelerator)
             del model
             torch.cuda.empty_cache()

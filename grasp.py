@@ -39,6 +39,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from checkpoint import (
+    check_positions,
     describe_model,
     latest_checkpoint,
     load_model,
@@ -498,10 +499,8 @@ def train(options: GraspOptions) -> Path:
         return folder / "model"
     student = load_model(str(checkpoint or options.model), options.dtype).to(accelerator.device).train()
     teacher = load_teacher(options, accelerator.device)
-    longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out) + options.max_new_tokens
-    if longest > getattr(student.config, "max_position_embeddings", longest):
-        limit = student.config.max_position_embeddings
-        raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}; lower --max-prompt-tokens")
+    longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out)
+    check_positions(student, longest + options.max_new_tokens)
     stop = stop_ids(student, tokenizer)
     if options.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,6 +8,7 @@ import yaml
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from checkpoint import changes
 from command_line import InputError, first_line, read_yaml, write_file
 
 
@@ -60,10 +61,8 @@ def check_settings(folder: Path, settings: dict, free):
     if not file.exists() and folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()):
         raise InputError(f"{folder}: already holds files, but no run of this script; choose another --output-dir")
     before = read_yaml(str(file)) if file.exists() else settings
-    changed = [name for name in settings if name not in free and before.get(name) != settings[name]]
-    if changed:
-        told = "; ".join(f"{name} was {before.get(name)!r}, is {settings[name]!r}" for name in changed)
-        raise InputError(f"{folder}: cannot go on with other settings: {told}")
+    if changed := changes(before, settings, free):
+        raise InputError(f"{folder}: cannot go on with other settings: {changed}")
     folder.mkdir(parents=True, exist_ok=True)
     write_file(file, yaml.safe_dump(settings, sort_keys=False))
 

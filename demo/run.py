@@ -60,7 +60,7 @@ def main(argv):
     options = parse_options(GraspOptions, [str(HERE.parent / "configs" / "demo.yaml"), *argv])
     tokenizer, templates = load_tokenizer(options.model), load_templates(options.prompts)
     test, _ = load_examples(options, options.dataset, "test", tokenizer, templates)
-    student = load_model(str(train(options)), "bfloat16").eval()
+    student = load_model(str(train(options)), options.dtype).eval()
     base = load_teacher(options, "cpu")  # the base model and the teacher are the same weights
     print(f"trained after {time.perf_counter() - began:.0f} s; answering {len(test)} questions of users not trained on")
 

@@ -140,6 +140,22 @@ def test_sampling_and_scoring_see_the_same_whole_prompts(options, monkeypatch):
     assert sorted(seen["scored"]) == sorted(e[role] for e in examples for role in ("student", "teacher"))
 
 
+def train_until_killed(settings, monkeypatch, name, number):
+    """Train, and die when grasp's function `name` is called for the `number`th time."""
+    real, calls = getattr(grasp, name), []
+
+    def killed(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(grasp, name, killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings)
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     "dtype, optimizer", [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_8bit"), ("float32", "adamw_8bit")]
 )
@@ -150,18 +166,7 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_weights_of_an_unbroken_
     common = dict(dtype=dtype, optimizer=optimizer, max_steps=6, learning_rate=3e-3, eval_steps=3, eval_rows=2, save_steps=2)
     whole = train(options(**common, output_dir=str(tmp_path / "whole")))
     settings = options(**common, output_dir=str(tmp_path / "killed"))
-    real, calls = grasp.score, []
-
-    def killed_in_step_6(*arguments):
-        calls.append(1)
-        if len(calls) == 8:  # five steps and two measurements before it
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(grasp, "score", killed_in_step_6)
-    with pytest.raises(KeyboardInterrupt):
-        train(settings)
-    monkeypatch.undo()
+    train_until_killed(settings, monkeypatch, "score", 8)  # in step 6: five steps and two measurements before it
     killed = tmp_path / "killed"
     assert not (killed / "model").exists() and {p.name for p in killed.glob("check*")} == {"checkpoint-2", "checkpoint-4"}
     assert [line["step"] for line in metrics(killed) if "loss" in line] == [1, 2, 3, 4, 5]
@@ -180,18 +185,7 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_weights_of_an_unbroken_
 def test_a_run_killed_before_its_first_checkpoint_is_resumed_from_the_start(options, tmp_path, monkeypatch):
     whole = train(options(max_steps=3, save_steps=0, output_dir=str(tmp_path / "whole")))
     settings = options(max_steps=3, save_steps=0, output_dir=str(tmp_path / "killed"))
-    real, calls = grasp.update, []
-
-    def killed_in_step_2(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(grasp, "update", killed_in_step_2)
-    with pytest.raises(KeyboardInterrupt):
-        train(settings)
-    monkeypatch.undo()
+    train_until_killed(settings, monkeypatch, "update", 2)
     resumed = train(dataclasses.replace(settings, resume=True))
     assert_same_bits(resumed, whole)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
