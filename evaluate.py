@@ -15,8 +15,6 @@ score. A run that was stopped goes on where it stood when the same command is gi
 scores.json (LaMP-QA's forms), summary.json, and a page for people, index.html (view.py).
 """
 
-import dataclasses
-import datetime
 import functools
 import json
 import platform
@@ -26,8 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
-from accelerate import Accelerator, InitProcessGroupKwargs
 
 from checkpoint import check_positions
 from command_line import InputError, option, parse_options, run, write_file
@@ -46,7 +42,7 @@ from lamp_qa import (
     student_messages,
 )
 from replies import extract_answer, read_responses, read_scores
-from resumable import check_settings, digest, in_batches, revision
+from resumable import check_settings, digest, fingerprint, in_batches, quiet_accelerator
 from view import as_table, write_page
 
 MAX_FAILED = 0.002  # a run in which a larger share of the judge's calls failed ends non-zero
@@ -94,12 +90,14 @@ class EvaluateOptions:
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def sample_answers(model, tokenizer, prompts, options, folder: Path, accelerator) -> dict[str, dict]:
+def sample_answers(tokenizer, prompts, options, folder: Path, accelerator) -> dict[str, dict]:
     """An answer to each prompt ({id: token ids}) as the protocol samples it: {id: {"output", "tries"}}.
 
     What cannot be read is sampled again, `options.resamples` times, 0.1 hotter each time up to 1, and is then "". An answer
     depends on seed, id and try; the batches are the same whatever was done before, and however many processes there are.
     """
+    model = load_model(options.model, options.dtype).to(accelerator.device).eval()
+    check_positions(model, max(map(len, prompts.values())) + options.max_new_tokens)
     answers, stop = {}, stop_ids(model, tokenizer)
     left = sorted(prompts, key=lambda name: -len(prompts[name]))
     for attempt in range(options.resamples + 1):
@@ -121,18 +119,27 @@ def sample_answers(model, tokenizer, prompts, options, folder: Path, accelerator
     return {name: answers[name] for name in prompts}
 
 
-def grade_answers(judge, rows, answers, options, folder: Path, accelerator) -> dict[str, list]:
+def recites(row, text: str, templates, options) -> bool:
+    """Does an answer leak: recite the privileged block where it differs from what the student sees?"""
+    shown = student_messages(row, templates, options.answer_format, options.num_contexts)[-1]["content"]
+    return leaks(text, privileged_block(row, templates, options.privileged), shown)
+
+
+def grade_answers(rows, answers, options, folder: Path, accelerator) -> dict[str, list]:
     """The grades of all aspects by id, None where a call failed; `rows` and `answers` (texts) are by id.
 
-    An empty answer scores 0 without a call. On a second run only what has no grade yet is asked for.
+    An empty answer scores 0 without a call. On a second run only what has no grade yet is asked for, and the judge is
+    loaded only if there is anything.
     """
+    torch.cuda.empty_cache()  # of the model that answered
+    judge = functools.cache(lambda: load_judge(options.judge, options))
     names = sorted((name for name in rows if answers[name].strip()), key=lambda name: -len(answers[name]))
 
     def work(left, done):
         known = {name: done.get(name) or [None] * len(rows[name]["rubric_aspects"]) for name in left}
         open_aspects = [[a for a, g in zip(rows[name]["rubric_aspects"], known[name]) if g is None] for name in left]
         pairs = [({**rows[name], "rubric_aspects": some}, answers[name]) for name, some in zip(left, open_aspects)]
-        new = {name: iter(grades) for name, grades in zip(left, judge(pairs))}
+        new = {name: iter(grades) for name, grades in zip(left, judge()(pairs))}
         return {name: [g if g is not None else next(new[name]) for g in known[name]] for name in left}
 
     def finished(grades):
@@ -245,15 +252,19 @@ def load_questions(options: EvaluateOptions, tokenizer, templates) -> tuple[dict
     return rows, {name: prompts[name] for name in rows if prompts}, {**account, "used": len(rows)}
 
 
+def check_failures(graded):
+    """Raises InputError if too many of the judge's calls failed."""
+    calls = [one for grades in graded.values() for one in grades]
+    if calls.count(None) > MAX_FAILED * len(calls):
+        raise InputError(f"{calls.count(None)} of {len(calls)} judge calls failed; run again to ask for these once more")
+
+
 def evaluate(options: EvaluateOptions) -> dict:
     """Answer, grade and report as `options` say; returns what is written to summary.json. Raises InputError in the end if
     too many calls of the judge failed."""
     if not (options.model or options.responses):
         raise InputError("--model or --responses is needed: what answers the questions, or a file of answers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    patience = InitProcessGroupKwargs(timeout=datetime.timedelta(days=1))  # one process may have far more left to do
-    folder, accelerator = Path(options.output_dir), Accelerator(kwargs_handlers=[patience])
+    folder, accelerator = Path(options.output_dir), quiet_accelerator()
     say, main = accelerator.print, accelerator.is_main_process
     templates, tokenizer = load_templates(options.prompts), load_tokenizer(options.model) if options.model else None
     given = read_responses(options.responses) if options.responses else {}
@@ -274,14 +285,7 @@ def evaluate(options: EvaluateOptions) -> dict:
         raise InputError(f"{options.dataset}, {options.split}: no question is left to grade")
     if options.compare and not rows.keys() & theirs.keys():
         raise InputError(f"{options.compare}: none of its questions is among this run's")
-    a_model = options.judge != "keywords" and "://" not in options.judge
-    settings = dataclasses.asdict(options) | {
-        "model_revision": revision(options.model) if prompts else "",
-        "judge_revision": revision(options.judge) if a_model else "",
-        "rows_hash": digest(list(rows.values())),
-        "prompts_hash": digest(templates),
-        "responses_hash": digest(given),
-    }
+    settings = fingerprint(options, rows, templates, bool(prompts)) | {"responses_hash": digest(given)}
     if main:
         check_settings(folder, settings, FREE)
     stored = folder / "responses.json"
@@ -294,23 +298,16 @@ def evaluate(options: EvaluateOptions) -> dict:
     else:
         answers = {name: {"output": given[name], "tries": 0} for name in rows if given}
         if not given:
-            model = load_model(options.model, options.dtype).to(accelerator.device).eval()
-            check_positions(model, max(map(len, prompts.values())) + options.max_new_tokens)
-            answers = sample_answers(model, tokenizer, prompts, options, folder, accelerator)
-            del model
-            torch.cuda.empty_cache()
+            answers = sample_answers(tokenizer, prompts, options, folder, accelerator)
         for name, row in rows.items():
             text = answers[name]["output"]
             answers[name]["tokens"] = len(tokenizer(text, add_special_tokens=False)["input_ids"] if tokenizer else text.split())
-            shown = student_messages(row, templates, options.answer_format, options.num_contexts)[-1]["content"]
-            answers[name]["leaks"] = leaks(text, privileged_block(row, templates, options.privileged), shown)
+            answers[name]["leaks"] = recites(row, text, templates, options)
         if main:
             write_json(stored, {name: [answers[name]] for name in rows})
 
-    # 2. Grades; the judge is loaded when there is something to grade.
-    judge = functools.cache(lambda: load_judge(options.judge, options))
-    texts = {name: answers[name]["output"] for name in rows}
-    graded = grade_answers(lambda pairs: judge()(pairs), rows, texts, options, folder, accelerator)
+    # 2. Grades.
+    graded = grade_answers(rows, {name: answers[name]["output"] for name in rows}, options, folder, accelerator)
 
     # 3. Report.
     scores = {name: score_of(graded[name]) for name in rows if None not in graded[name]}
@@ -341,9 +338,7 @@ def evaluate(options: EvaluateOptions) -> dict:
         write_json(folder / "scores.json", {"score": figures["macro"]["coverage"], "per_question_scores": questions})
         write_json(folder / "summary.json", summary)
         say(f"{as_table(summary)}\nfor people: {write_page(folder)}")
-    failed, calls = figures["macro"]["failed_calls"], sum(map(len, graded.values()))
-    if failed > MAX_FAILED * calls:
-        raise InputError(f"{failed} of {calls} judge calls failed; run again to ask for these once more")
+    check_failures(graded)
     return summary
 
 

@@ -123,30 +123,35 @@ def reply_ids(tokenizer) -> tuple[int, list[int], list[int]]:
 def score_probabilities(model, conversations, score_ids) -> list[torch.Tensor]:
     """Probabilities of the scores 0, 1, 2 as the next token: for each answer (A, 3), one row per conversation about it.
 
-    `conversations` holds, per answer, A lists of token ids. What those have in common is computed once: first the common
-    beginnings of all answers side by side, then every conversation's rest upon a copy of its answer's KV cache.
+    `conversations` holds, per answer, A lists of token ids. What those have in common is computed once: the beginning common
+    to all answers, then those of the answers side by side, then every conversation's rest, each upon copies of the KV cache.
     """
     shared = [os.path.commonprefix(group)[: min(map(len, group)) - 1] for group in conversations]
     owner = torch.tensor([i for i, group in enumerate(conversations) for _ in group])
     rests = [ids[len(start) :] for start, group in zip(shared, conversations) for ids in group]
     decoder, cache = model.base_model, DynamicCache(config=model.config)
 
-    def forward(ids, mask, positions):
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}
-        inputs = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
-        return decoder(**inputs, use_cache=True).last_hidden_state
+    def forward(rows, before, left):  # rows behind what `before` (B, T) masks: (hidden, mask with theirs, their own mask)
+        width = max(map(len, rows))
+        pads = [[0] * (width - len(ids)) for ids in rows]
+        ids = torch.tensor([pad + ids if left else ids + pad for pad, ids in zip(pads, rows)])
+        own = torch.tensor([pad + [1] * (width - len(pad)) if left else [1] * (width - len(pad)) + pad for pad in pads])
+        mask, positions = torch.cat([before, own], 1), before.sum(-1, keepdim=True) + (own.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        inputs = {key: value.to(model.device) for key, value in inputs.items()}
+        return decoder(**inputs, cache=cache, use_cache=True).last_hidden_state, mask, own
 
-    # padded left, and the rests right: so every conversation is in one piece, as sliding windows need it
-    width = max(map(len, shared))
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in shared])  # (B, T)
-    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in shared])
-    forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    # padded left, and the rests right, so that every answer is in one piece; but padding behind the common beginning parts
+    # it from the rest, which sliding windows would count as distance
+    sliding = any(cache.is_sliding) and len(shared) > 1
+    common = [] if sliding else os.path.commonprefix(shared)[: min(map(len, shared)) - 1]
+    mask = torch.ones(1, 0, dtype=torch.long)
+    if common:
+        _, mask, _ = forward([common], mask, True)
+        cache.batch_repeat_interleave(len(shared))
+    _, mask, _ = forward([ids[len(common) :] for ids in shared], mask.expand(len(shared), -1), True)
     cache.batch_select_indices(owner.to(model.device))
-    width = max(map(len, rests))
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in rests])  # (N, R)
-    rest_mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in rests])
-    positions = mask.sum(-1)[owner][:, None] + torch.arange(width)
-    hidden = forward(ids, torch.cat([mask[owner], rest_mask], 1), positions)  # (N, R, H)
+    hidden, _, rest_mask = forward(rests, mask[owner], False)  # (N, R, H)
     last = hidden[torch.arange(len(rests)), rest_mask.sum(-1).to(hidden.device) - 1]  # (N, H)
     probabilities = head_logits(model, last)[:, score_ids].float().softmax(-1).cpu()  # (N, 3)
     return list(probabilities.split([len(group) for group in conversations]))

@@ -1,15 +1,26 @@
 """Long work that can be stopped at any moment and continued, with the same outcome as if it had not been stopped."""
 
+import dataclasses
+import datetime
 import hashlib
 import json
 from pathlib import Path
 
+import transformers
 import yaml
+from accelerate import Accelerator, InitProcessGroupKwargs
 from tqdm import tqdm
 from transformers import AutoConfig
 
 from checkpoint import changes
 from command_line import InputError, first_line, read_yaml, write_file
+
+
+def quiet_accelerator() -> Accelerator:
+    """An Accelerator whose processes wait for each other: one may have far more left to do. Silences transformers."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(days=1))])
 
 
 def is_there(result) -> bool:
@@ -65,6 +76,17 @@ def check_settings(folder: Path, settings: dict, free):
         raise InputError(f"{folder}: cannot go on with other settings: {changed}")
     folder.mkdir(parents=True, exist_ok=True)
     write_file(file, yaml.safe_dump(settings, sort_keys=False))
+
+
+def fingerprint(options, rows, templates, answering: bool = True) -> dict:
+    """The options and hashes of all they lead to: what has to be the same for a stopped run to go on."""
+    a_model = options.judge != "keywords" and "://" not in options.judge
+    return dataclasses.asdict(options) | {
+        "model_revision": revision(options.model) if answering else "",
+        "judge_revision": revision(options.judge) if a_model else "",
+        "rows_hash": digest(list(rows.values())),
+        "prompts_hash": digest(templates),
+    }
 
 
 def digest(value) -> str:
