@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -92,6 +93,11 @@ def write_file(path: Path, text: str):
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
+
+
+def write_lines(path: Path, rows):
+    """Write JSON Lines, whole or not at all."""
+    write_file(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def run(main):

@@ -49,7 +49,7 @@ from checkpoint import (
     read_metrics,
     save_model,
 )
-from command_line import InputError, first_line, option, parse_options, run, write_file
+from command_line import InputError, first_line, option, parse_options, run, write_file, write_lines
 from lamp_qa import describe, leaks, load_examples, load_templates, stop_ids
 
 # --- Options --------------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ def train(options: GraspOptions) -> Path:
         write_file(folder / "options.yaml", yaml.safe_dump(dataclasses.asdict(options), sort_keys=False))
         write_file(folder / "data.json", json.dumps(account, indent=1))
         kept = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
-        write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        write_lines(folder / "metrics.jsonl", kept)
     if options.log_with:
         accelerator.init_trackers("grasp", config=dataclasses.asdict(options))
 

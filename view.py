@@ -35,6 +35,28 @@ def as_table(summary: dict) -> str:
     return "\n".join(lines)
 
 
+def as_sweep(report: dict, scores: dict, grades: dict, rows: dict) -> str:
+    """What rtv.py reports, for a terminal: by id, `scores` hold s, `grades` a list per answer, and `rows` the judged rows."""
+    lines = ["", "| threshold | rows kept | |", "| --- | --- | --- |"]
+    for threshold, share in report["kept_at"].items():
+        lines.append(f"| {threshold:.1f} | {round(share * len(scores))} | {'#' * round(40 * share)} |")
+    for title in ("aspects", "config"):
+        lines += ["", f"| {title} | rows | kept | mean coverage |", "| --- | --- | --- | --- |"]
+        for group, figures in report[f"by_{title}"].items():
+            lines.append(f"| {group} | {figures['rows']} | {figures['kept']} | {figures['mean']:.3f} |")
+    ranked = sorted(scores, key=lambda name: -scores[name])  # stable: ties as they stand in the data
+    for title, names in (("best", ranked[:3]), ("worst", ranked[:-4:-1])):
+        lines += ["", f"{title}:"]
+        for name in names:
+            best = map(max, zip(*grades[name]))
+            missed = [aspect["aspect"] for aspect, grade in zip(rows[name]["rubric_aspects"], best) if grade < 2]
+            lines.append(f"  {scores[name]:.3f} {name}: {rows[name]['question']}; missed: {', '.join(missed) or 'nothing'}")
+    lines.append(f"\nempty answers: {report['empty_answers']}; share that recites the rubric: {report['leaks']:.3f}")
+    if unjudged := report["unjudged"]:
+        lines.append(f"unjudged, the next run asks again: {len(unjudged)} ({', '.join(unjudged[:5])})")
+    return "\n".join(lines)
+
+
 def write_page(folder: Path) -> Path:
     """Write FOLDER/index.html from the summary.json, scores.json and responses.json beside it; returns its path."""
     summary, questions = read_results(folder)

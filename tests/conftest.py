@@ -2,10 +2,14 @@
 
 import atexit
 import json
+import multiprocessing
 import os
+import random
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 CACHE = tempfile.mkdtemp(prefix="grasp-tests-")
@@ -171,3 +175,33 @@ def options(model_folder, data_folder, tmp_path):
         return GraspOptions(**{**where, **small, "divergence_cap": 0.0, **settings})
 
     return make
+
+
+def kill_and_continue(main, options, kills, signals=(signal.SIGKILL,), seed=7):
+    """Run main(options("undisturbed")), then main(options("killed")) in as many processes as it takes: `kills` of them are sent
+    one of the signals at a random moment. Returns the moments, in seconds. The last process has to end well."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([main.__module__])  # so that each run starts at once
+
+    def start(name):
+        process = context.Process(target=main, args=(options(name),))
+        process.start()
+        return process
+
+    start("warm").join()
+    began = time.monotonic()
+    start("undisturbed").join()
+    whole = time.monotonic() - began
+    generator, moments = random.Random(seed), []
+    while len(moments) < kills:
+        process, moment = start("killed"), generator.uniform(0, 2.5 * whole / kills)
+        process.join(moment)
+        if process.is_alive():
+            os.kill(process.pid, signals[len(moments) % len(signals)])
+            moments.append(moment)
+        process.join()
+        assert process.exitcode != 0, f"it was done before it was killed {kills} times: make the run longer"
+    process = start("killed")
+    process.join()
+    assert process.exitcode == 0
+    return moments

@@ -2,17 +2,13 @@
 
 import json
 import math
-import multiprocessing
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_model, toy_rows, write_rows
+from conftest import ROOT, kill_and_continue, make_model, toy_rows, write_rows
 from test_judges import Server, reply, right_score
 
 import evaluate as ev
@@ -375,11 +371,9 @@ def test_a_grade_asked_for_again_wins_over_the_failed_one_whichever_process_wrot
 
 def test_killed_five_times_and_continued_the_files_are_those_of_an_undisturbed_run(model_folder, judge_folder, tmp_path):
     data = write_rows(tmp_path / "test.jsonl", toy_rows(40))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["evaluate"])  # so that each run starts at once
 
-    def start(name):
-        options = EvaluateOptions(
+    def options(name):
+        return EvaluateOptions(
             model=str(model_folder),
             dataset=str(data),
             output_dir=str(tmp_path / name),
@@ -391,26 +385,8 @@ def test_killed_five_times_and_continued_the_files_are_those_of_an_undisturbed_r
             generation_batch_size=3,
             judge_batch_size=2,
         )
-        process = context.Process(target=evaluate, args=(options,))
-        process.start()
-        return process
 
-    start("warm").join()
-    began = time.monotonic()
-    start("undisturbed").join()
-    whole = time.monotonic() - began
-    generator, moments = random.Random(7), []
-    while len(moments) < 5:
-        process, moment = start("killed"), generator.uniform(0, whole / 2)
-        process.join(moment)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            moments.append(moment)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, "it was done before it was killed five times: make the run longer"
-    process = start("killed")
-    process.join()
-    assert process.exitcode == 0
+    moments = kill_and_continue(evaluate, options, kills=5)
     for name in FILES:
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), (name, moments)
 
