@@ -2,27 +2,41 @@
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from command_line import InputError, first_line, read_yaml
 
 # options that may differ when a run is resumed: they change where, how fast and how often, not what comes out
-FREE = {"resume", "save_steps", "log_with", "output_dir", "generation_batch_size", "micro_batch_size", "gradient_checkpointing"}
+FREE = {"resume", "dry_run", "save_steps", "save_limit", "sample_steps", "log_with", "output_dir", "merge_adapter"}
+FREE |= {"generation_batch_size", "micro_batch_tokens", "gradient_checkpointing"}
 
 
-def load_model(path: str, dtype: str, **settings):
+# --- Models -----------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
     """The causal language model at a local folder or hub id, every weight found in safetensors, no dropout.
 
-    `settings` go to from_pretrained. Raises InputError for what cannot be loaded or lacks weights.
+    With 8 or 4 `bits`, bitsandbytes holds the matrices of its layers in so many (4: nf4, QLoRA, arXiv 2305.14314); `dtype` is
+    then that of the rest and of the arithmetic. Raises InputError for what cannot be loaded or lacks weights.
     """
+    settings = {}
+    if bits < 16:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit tells of a cast at every matrix product
+        small = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4, "bnb_4bit_quant_type": "nf4"}
+        quantization = BitsAndBytesConfig(**small, bnb_4bit_compute_dtype=getattr(torch, dtype))
+        settings = {"quantization_config": quantization, "device_map": {"": device}}
     try:
         config = AutoConfig.from_pretrained(path)
         for name in vars(config):
@@ -37,7 +51,41 @@ def load_model(path: str, dtype: str, **settings):
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise InputError(f"{path}: the checkpoint lacks {len(missing)} weights: {', '.join(missing[:3])}")
+    return model if bits < 16 else model.to(device)
+
+
+def adapter_settings(rank: int):
+    """LoRA (arXiv 2106.09685) on every linear layer but the head; updates are scaled by alpha / rank = 2."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise InputError("--lora-rank needs the package peft: pip install peft") from error
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
+
+
+def add_adapter(model, rank: int, seed: int):
+    """Freeze the model and put new adapters on it, in float32: they are small, and small updates are not lost in them."""
+    settings = adapter_settings(rank)
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.add_adapter(settings)
+    for weight in trainable(model).values():
+        weight.data = weight.data.float()
     return model
+
+
+def trainable(model) -> dict:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def merge_adapter(base, adapted, rank: int):
+    """`base`, a fresh copy of the unquantized model, with the trained adapters of `adapted` added to its weights."""
+    from peft import get_peft_model
+
+    model = get_peft_model(base, adapter_settings(rank))
+    model.load_state_dict({f"base_model.model.{name}": weight for name, weight in trainable(adapted).items()}, strict=False)
+    return model.merge_and_unload()
 
 
 def check_positions(model, longest: int):
@@ -54,18 +102,30 @@ def load_tokenizer(path: str):
         raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
 
 
-def save_model(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load, with the optimizer's state if there is one.
+# --- Folders that are whole or not there ------------------------------------------------------------------------------
 
-    It is written beside its place and then renamed. Raises InputError if it cannot be written, a full disk say.
+
+def save_model(folder: Path, model, tokenizer, optimizer=None, teacher=None, card: str = ""):
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; a checkpoint if an optimizer is given.
+
+    A checkpoint holds what a run needs to go on: the trained weights (of LoRA only the adapters), the optimizer's state, and
+    the teacher's weights if it moves. All is written beside its place and then renamed, with a list of the files and their
+    sizes, which tells a whole checkpoint from a torn one. Raises InputError if it cannot be written, a full disk say.
     """
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+        if optimizer and getattr(model, "peft_config", None):
+            beside.mkdir(parents=True)
+            save_file({name: weight.detach().contiguous() for name, weight in trainable(model).items()}, beside / ADAPTER)
+        else:
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
         if optimizer:
             torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+            if teacher:
+                teacher.save_pretrained(beside / "teacher")
+            (beside / FILES).write_text(json.dumps(sizes(beside)))
         if card:
             (beside / "README.md").write_text(card, encoding="utf-8")
     except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError, by who was writing
@@ -75,25 +135,71 @@ def save_model(folder: Path, model, tokenizer, optimizer=None, card: str = ""):
     os.replace(beside, folder)
 
 
+ADAPTER, FILES = "adapter.safetensors", "files.json"  # in a checkpoint
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Is every file there that was written, in its full size?"""
+    try:
+        expected, found = json.loads((checkpoint / FILES).read_text("utf-8")), sizes(checkpoint)
+        return bool(expected) and all(found.get(name) == size for name, size in expected.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints of a run, oldest first, whole or not."""
+    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
+    return sorted((int(name[1]), path) for name, path in found if name)
+
+
+def remove_old(folder: Path, limit: int):
+    """Remove all but the newest `limit` checkpoints of a run; 0 keeps all."""
+    for _, path in checkpoints(folder)[:-limit] if limit else []:
+        shutil.rmtree(path)
+
+
+def load_checkpoint(checkpoint: Path, model, optimizer):
+    """Put a checkpoint's optimizer state, and of LoRA its adapters, into a fresh model and optimizer."""
+    if (checkpoint / ADAPTER).exists():
+        stored, weights = load_file(checkpoint / ADAPTER), trainable(model)
+        for name, weight in weights.items():
+            weight.data.copy_(stored[name])
+    state = torch.load(checkpoint / "optimizer.pt", map_location=model.device, weights_only=True)
+    optimizer.load_state_dict(state)
+
+
 def changes(before: dict, now: dict, free) -> str:
     """Which settings are other ones than before, as text, "" if none; those named in `free` may differ."""
     changed = [name for name in now if name not in free and before.get(name) != now[name]]
     return "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
 
 
-def latest_checkpoint(folder: Path, options) -> tuple[int, Path | None]:
-    """(step, folder) of the newest checkpoint; (0, None) for a run that was stopped before its first one.
+def latest_checkpoint(folder: Path, options, account: dict) -> tuple[int, Path | None]:
+    """(step, folder) of the newest whole checkpoint; (0, None) for a run that was stopped before its first one.
 
-    Raises InputError if there is no run in the folder or its settings were other ones.
+    Raises InputError if there is no run in the folder, its settings or data were other ones, or no checkpoint is whole.
     """
     if not (folder / "options.yaml").exists():
         raise InputError(f"{folder}: no run to resume")
-    names = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
-    found = [(int(name[1]), path) for name, path in names if name]
     before, now = read_yaml(str(folder / "options.yaml")), dataclasses.asdict(options)
+    if (folder / "data.json").exists():
+        data = json.loads((folder / "data.json").read_text("utf-8"))
+        now |= {"rows": account["train"]["hash"]}
+        before |= {"rows": data["train"].get("hash")}
     if changed := changes(before, now, FREE):
         raise InputError(f"{folder}: cannot be resumed with other settings: {changed}")
-    return max(found, default=(0, None))
+    found = checkpoints(folder)
+    whole = [(step, path) for step, path in found if is_whole(path)]
+    for path in [path for one, path in found if (one, path) not in whole] + sorted(folder.glob("checkpoint-*.tmp")):
+        print(f"{path} is not whole and is passed over", file=sys.stderr)
+    if found and not whole:
+        raise InputError(f"{folder}: none of its {len(found)} checkpoints is whole; start again in another --output-dir")
+    return max(whole, default=(0, None))
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -139,7 +245,8 @@ Data: {Path(train["dataset"]).name}, split {train["split"]}, {train["used"]} of 
 
 
 def describe_model(model) -> str:
-    return f"{model.config.model_type} of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M weights in {model.dtype}"
+    trained = sum(weight.numel() for weight in trainable(model).values())
+    return f"{model.config.model_type} with {trained / 1e6:.1f} M weights to train, in {model.dtype}"
 
 
 def peak_memory_gb(device) -> float:

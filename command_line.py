@@ -1,12 +1,15 @@
 """What the scripts share that is not the method: options from a file and flags, one-line errors, whole files."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import yaml
@@ -81,7 +84,7 @@ def to_bool(text: str) -> bool:
 def read_yaml(path: str) -> dict:
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except Exception as error:  # YAML has errors of its own, and others for values such as 2024-13-45
         raise InputError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(settings, dict):
         raise InputError(f"{path}: expected lines of the form 'option: value', found {settings!r:.60}")
@@ -98,6 +101,28 @@ def write_file(path: Path, text: str):
 def write_lines(path: Path, rows):
     """Write JSON Lines, whole or not at all."""
     write_file(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+
+
+@contextlib.contextmanager
+def until_signal():
+    """Yields a list that Ctrl-C and SIGTERM put their number into, once; a second one ends the process at once."""
+    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
+
+    def note(number, frame):
+        came.append(number)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield came
+        return
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield came
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def run(main):

@@ -96,7 +96,7 @@ def sample_answers(tokenizer, prompts, options, folder: Path, accelerator) -> di
     What cannot be read is sampled again, `options.resamples` times, 0.1 hotter each time up to 1, and is then "". An answer
     depends on seed, id and try; the batches are the same whatever was done before, and however many processes there are.
     """
-    model = load_model(options.model, options.dtype).to(accelerator.device).eval()
+    model = load_model(options.model, options.dtype, accelerator.device).eval()
     check_positions(model, max(map(len, prompts.values())) + options.max_new_tokens)
     answers, stop = {}, stop_ids(model, tokenizer)
     left = sorted(prompts, key=lambda name: -len(prompts[name]))

@@ -18,11 +18,13 @@ so the student comes to cover what its user cares about without seeing a rubric 
 Data and prompts are in `lamp_qa.py`. To try a variant, change `token_divergence`, a template, or `load_teacher`.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import random
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +41,26 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from checkpoint import (
+    add_adapter,
     check_positions,
     describe_model,
     latest_checkpoint,
+    load_checkpoint,
     load_model,
     load_tokenizer,
+    merge_adapter,
     model_card,
     peak_memory_gb,
     read_metrics,
+    remove_old,
     save_model,
+    trainable,
 )
-from command_line import InputError, first_line, option, parse_options, run, write_file, write_lines
-from lamp_qa import describe, leaks, load_examples, load_templates, stop_ids
+from command_line import InputError, first_line, option, parse_options, run, until_signal, write_file, write_lines
+from lamp_qa import describe, load_data, load_templates, stop_ids
+from watch import collapse, describe_rollout, summarize
+
+SAMPLE_ROWS = 4  # held-out rows whose rollouts are kept token by token
 
 # --- Options --------------------------------------------------------------------------------------------------------
 
@@ -74,6 +84,11 @@ class GraspOptions:
     batch_size: int = option(32, "prompts per optimizer step, all processes together", low=1, section="Rollouts")
     max_new_tokens: int = option(512, "longest rollout", low=1)
     generation_batch_size: int = option(32, "prompts sampled side by side on one device", low=1)
+    teacher: str = option(
+        "frozen", "the initial weights, the live student, or its average", choices=("frozen", "live", "ema"), section="Teacher"
+    )
+    ema_decay: float = option(0.999, "how much of itself the average keeps in a step", low=0, high=1)
+    teacher_bits: int = option(16, "of a frozen teacher's weights; 16: as --dtype says", choices=(16, 8, 4))
     divergence: str = option("reverse_kl", "per token", choices=("reverse_kl", "forward_kl", "jsd"), section="Divergence")
     jsd_beta: float = option(0.5, "weight of the teacher in the mixture of jsd", low=0.001, high=0.999)
     divergence_temperature: float = option(1.0, "both sides' logits are divided by this", low=0.01)
@@ -82,16 +97,21 @@ class GraspOptions:
     warmup_ratio: float = option(0.1, "share of the steps that warm up", low=0, high=1)
     weight_decay: float = option(0.1, "on matrices; norms and biases have none", low=0)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm", low=0.0001)
+    lora_rank: int = option(0, "train adapters of this rank (needs the package peft); 0: all weights", low=0)
+    base_bits: int = option(16, "of the weights under the adapters", choices=(16, 8, 4))
+    merge_adapter: bool = option(True, "save a whole model in the end; false: the adapters alone, on the unchanged model")
     optimizer: str = option("adamw_8bit", "AdamW and its state", choices=("adamw_8bit", "paged_adamw_8bit", "adamw"))
     dtype: str = option("bfloat16", "of weights; bfloat16 is rounded stochastically", choices=("bfloat16", "float32"))
     epochs: int = option(1, "passes over the data", low=1)
     max_steps: int = option(0, "optimizer steps, instead of epochs; 0: by epochs", low=0)
-    micro_batch_size: int = option(1, "rows per forward and backward pass; changes memory and speed, not the result", low=1)
+    micro_batch_tokens: int = option(8192, "rows x longest row of a forward and backward pass; at least one row", low=1)
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     seed: int = option(0, "of data order, rollouts and rounding", low=0)
     eval_steps: int = option(0, "steps between measurements on held-out rows; 0: never", low=0, section="Run")
     eval_rows: int = option(64, "how many held-out rows to measure on", low=1)
+    sample_steps: int = option(0, "steps between held-out rollouts that are kept token by token; 0: never", low=0)
     save_steps: int = option(200, "steps between checkpoints; 0: only the final model", low=0)
+    save_limit: int = option(2, "how many checkpoints are kept, the newest; 0: all", low=0)
     resume: bool = option(False, "go on from the last checkpoint in --output-dir")
     log_with: str = option("", "a tracker that Accelerate knows: tensorboard, wandb, ...")
 
@@ -99,9 +119,49 @@ class GraspOptions:
 # --- The two parts ----------------------------------------------------------------------------------------------------
 
 
-def load_teacher(options: GraspOptions, device):
-    """The teacher: the initial weights, frozen. Always from `options.model`, also when a run is resumed."""
-    return load_model(options.model, options.dtype).to(device).eval().requires_grad_(False)
+def check_parts(options: GraspOptions):
+    """Raises InputError for options of student and teacher that do not go together."""
+    small, moving = options.teacher_bits < 16, options.teacher != "frozen"
+    if small and (moving or options.lora_rank):
+        raise InputError(
+            "--teacher-bits needs a frozen teacher of its own, without --lora-rank (there --base-bits holds for both)"
+        )
+    if options.base_bits < 16 and not options.lora_rank:
+        raise InputError("--base-bits needs --lora-rank: weights of 8 or 4 bits cannot be trained themselves")
+    if options.teacher == "ema" and options.lora_rank:
+        raise InputError("--teacher ema goes with training all weights, not with --lora-rank")
+
+
+def load_student(options: GraspOptions, checkpoint, device):
+    """The student to go on from `checkpoint`, or from the initial weights: all of them are trained, or adapters on them."""
+    if options.lora_rank:
+        base = load_model(options.model, options.dtype, device, options.base_bits)
+        return add_adapter(base, options.lora_rank, seed_for(options.seed, "adapter")).train()
+    return load_model(str(checkpoint or options.model), options.dtype, device).train()
+
+
+def load_teacher(options: GraspOptions, student, checkpoint, device):
+    """The teacher: the initial weights, frozen (GRASP); or the live student itself; or the student's moving average.
+
+    A frozen teacher is always loaded from `options.model`, also when a run is resumed. LoRA needs no second copy: its frozen
+    teacher is the student with the adapters off, see `teaching`.
+    """
+    if options.teacher == "live" or options.lora_rank:
+        return student
+    path = checkpoint / "teacher" if checkpoint and options.teacher == "ema" else options.model
+    return load_model(str(path), options.dtype, device, options.teacher_bits).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def teaching(teacher, options: GraspOptions):
+    """Within it the teacher's weights are in place, and no graph is built."""
+    adapters_off = options.lora_rank and options.teacher == "frozen"
+    if adapters_off:
+        teacher.disable_adapters()
+    with torch.no_grad():
+        yield
+    if adapters_off:
+        teacher.enable_adapters()
 
 
 # --- 1. Rollout -------------------------------------------------------------------------------------------------------
@@ -336,7 +396,7 @@ def build_optimizer(model, options: GraspOptions):
     import bitsandbytes as bnb
 
     slices, groups = [], {True: [], False: []}
-    for weight in filter(lambda w: w.requires_grad, model.parameters()):
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
         if weight.dtype == torch.float32:
             groups[weight.ndim > 1].append(weight)
             continue
@@ -393,6 +453,18 @@ def stochastic_round_(target, values, generator):
     target.copy_(bits.view(torch.float32).view_as(target)).masked_fill_(no_number, math.nan)  # the bits may have overflown
 
 
+@torch.no_grad()
+def follow(teacher, student, decay: float, seed: int):
+    """Move an averaging teacher: decay * teacher + (1 - decay) * student; bfloat16 is rounded stochastically here, too."""
+    generator = torch.Generator(student.device).manual_seed(seed)
+    for old, new in zip(teacher.parameters(), student.parameters()):
+        for start in range(0, old.numel(), SLICE):
+            part = slice(start, start + SLICE)
+            stored = old.view(-1)[part]
+            moved = torch.lerp(stored.float(), new.view(-1)[part].float(), 1 - decay)
+            stored.copy_(moved) if old.dtype == torch.float32 else stochastic_round_(stored, moved, generator)
+
+
 def learning_rate_at(step: int, total: int, options: GraspOptions) -> float:
     """Linear warm-up to the peak, then a cosine to 0; `step` counts from 0."""
     warmup = math.ceil(options.warmup_ratio * total)
@@ -404,6 +476,17 @@ def learning_rate_at(step: int, total: int, options: GraspOptions) -> float:
 # --- The loop ---------------------------------------------------------------------------------------------------------
 
 
+def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Rows of similar length together, so that rows x longest stays within `budget` tokens; a longer row stands alone."""
+    batches = []
+    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[row] <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
 def score(student, teacher, examples, completions, num_tokens, options) -> list[torch.Tensor]:
     """Steps 2 and 3 for these rollouts, a micro-batch at a time; under no_grad it only measures.
 
@@ -411,35 +494,16 @@ def score(student, teacher, examples, completions, num_tokens, options) -> list[
     `num_tokens`, all tokens of the optimizer batch: micro-batches and processes only add up, whatever their sizes.
     """
     per_row = [None] * len(examples)
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i]["student"]) + len(completions[i]))
-    for start in range(0, len(order), options.micro_batch_size):
-        rows = order[start : start + options.micro_batch_size]
+    lengths = [max(len(e["student"]), len(e["teacher"])) + len(c) for e, c in zip(examples, completions)]
+    for rows in micro_batches(lengths, options.micro_batch_tokens):
         sampled = [completions[i] for i in rows]
-        with torch.no_grad():
+        with teaching(teacher, options):
             teacher_hidden = completion_hidden(teacher, [examples[i]["teacher"] for i in rows], sampled)  # (N, H)
         student_hidden = completion_hidden(student, [examples[i]["student"] for i in rows], sampled)  # (N, H)
         statistics = divergence_backward(student, student_hidden, teacher, teacher_hidden, num_tokens, options)
         for i, of_row in zip(rows, statistics.split([len(completion) for completion in sampled], dim=1)):
             per_row[i] = of_row
     return per_row
-
-
-def summarize(per_row, completions, examples, stop, tokenizer) -> dict[str, float]:
-    """The figures of a batch of rollouts over all processes, chosen to show the known ways in which training collapses."""
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    leaked = [leaks(text, example["privileged"], example["prompt"]) for text, example in zip(texts, examples)]
-    cut = [completion[-1] not in stop for completion in completions]
-    rows = gather_object(list(zip(torch.cat(per_row, 1).cpu().split([len(c) for c in completions], 1), leaked, cut)))
-    divergence, entropy, agreement = torch.cat([row[0] for row in rows], 1).double()
-    return {
-        "loss": divergence.mean().item(),
-        **{f"divergence_p{q}": divergence.quantile(q / 100).item() for q in (50, 95, 99)},
-        "entropy": entropy.mean().item(),
-        "agreement": agreement.mean().item(),
-        "length": len(divergence) / len(rows),
-        "truncated": sum(row[2] for row in rows) / len(rows),
-        "leaks": sum(row[1] for row in rows) / len(rows),
-    }
 
 
 @torch.no_grad()
@@ -457,6 +521,21 @@ def measure(student, teacher, examples, stop, tokenizer, options, rank=0, world=
     return {"reverse_kl" if name == "loss" else name: value for name, value in figures.items()}
 
 
+@torch.no_grad()
+def inspect(student, teacher, examples, stop, tokenizer, options) -> list[dict]:
+    """Fresh rollouts to these rows, as `measure` samples them, token by token: what did the teacher think of each?"""
+    seeds = [seed_for(options.seed, "held-out", slot) for slot in range(len(examples))]
+    prompts = [example["student"] for example in examples]
+    rollouts = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=len(prompts))
+    rows = []
+    for example, completion in zip(examples, rollouts):
+        with teaching(teacher, options):
+            teacher_logits = head_logits(teacher, completion_hidden(teacher, [example["teacher"]], [completion]))
+        logits = head_logits(student, completion_hidden(student, [example["student"]], [completion])), teacher_logits
+        rows.append(describe_rollout(example, completion, logits, token_divergence(*logits, dtype=torch.float32), tokenizer))
+    return rows
+
+
 def batch_at(step: int, size: int, rows: int, seed: int) -> list[int]:
     """Which rows make up a step's batch: `size` in a row of an endless sequence of shuffled epochs."""
     places = range(step * size, (step + 1) * size)
@@ -468,7 +547,11 @@ def batch_at(step: int, size: int, rows: int, seed: int) -> list[int]:
 
 
 def train(options: GraspOptions) -> Path:
-    """Train by GRASP as `options` say; returns the folder of the trained model, OUTPUT_DIR/model."""
+    """Train by GRASP as `options` say; returns the folder of the trained model, OUTPUT_DIR/model.
+
+    Ctrl-C and SIGTERM finish the running step, save a checkpoint and end the process with the status that shells expect.
+    """
+    check_parts(options)
     folder = Path(options.output_dir)
     if folder.exists() and any(folder.iterdir()) and not options.resume:
         raise InputError(f"{folder}: already holds files; choose another --output-dir, or go on with --resume")
@@ -478,27 +561,21 @@ def train(options: GraspOptions) -> Path:
         accelerator = Accelerator(log_with=options.log_with or None, project_dir=options.output_dir)
     except ValueError as error:
         raise InputError(f"--log-with is {options.log_with!r}: {first_line(error)}") from error
-    rank, world, say = accelerator.process_index, accelerator.num_processes, accelerator.print
+    rank, world = accelerator.process_index, accelerator.num_processes
+    say, main = accelerator.print, accelerator.is_main_process
     if options.batch_size % world:
         raise InputError(f"--batch-size is {options.batch_size}, expected a multiple of the {world} processes")
 
     templates, tokenizer = load_templates(options.prompts), load_tokenizer(options.model)
     with accelerator.main_process_first():  # the others then find what `datasets` cached
-        examples, train_account = load_examples(options, options.dataset, options.split, tokenizer, templates)
-        say(describe(train_account))
-        account = {"train": train_account}
-        held_out = []
-        if options.eval_steps:
-            where = options.eval_dataset or options.dataset
-            held_out, held_out_account = load_examples(options, where, options.eval_split, tokenizer, templates)
-            held_out = held_out[: options.eval_rows]
-            account["held_out"] = held_out_account
-    start, checkpoint = latest_checkpoint(folder, options) if options.resume else (0, None)
+        examples, held_out, account = load_data(options, tokenizer, templates)
+    say(*map(describe, account.values()), sep="\n")
+    start, checkpoint = latest_checkpoint(folder, options, account) if options.resume else (0, None)
     if options.resume and (folder / "model").exists():
         say(f"the run is finished: its model is in {folder / 'model'}")
         return folder / "model"
-    student = load_model(str(checkpoint or options.model), options.dtype).to(accelerator.device).train()
-    teacher = load_teacher(options, accelerator.device)
+    student = load_student(options, checkpoint, accelerator.device)
+    teacher = load_teacher(options, student, checkpoint, accelerator.device)
     longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out)
     check_positions(student, longest + options.max_new_tokens)
     stop = stop_ids(student, tokenizer)
@@ -506,67 +583,100 @@ def train(options: GraspOptions) -> Path:
         student.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, slices = build_optimizer(student, options)
     if checkpoint:
-        state = torch.load(checkpoint / "optimizer.pt", map_location=accelerator.device, weights_only=True)
-        optimizer.load_state_dict(state)
+        load_checkpoint(checkpoint, student, optimizer)
     total = options.max_steps or math.ceil(options.epochs * len(examples) / options.batch_size)
     say(f"{total} steps of {options.batch_size} prompts, {describe_model(student)}, on {accelerator.device.type}")
-    if accelerator.is_main_process:
+    metrics = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
+    if main:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "options.yaml", yaml.safe_dump(dataclasses.asdict(options), sort_keys=False))
         write_file(folder / "data.json", json.dumps(account, indent=1))
-        kept = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
-        write_lines(folder / "metrics.jsonl", kept)
+        write_lines(folder / "metrics.jsonl", metrics)
     if options.log_with:
         accelerator.init_trackers("grasp", config=dataclasses.asdict(options))
 
     def log(figures: dict, step: int, prefix: str = ""):
         figures = {prefix + name: value for name, value in figures.items()}
-        if accelerator.is_main_process:
+        metrics.append({"step": step, **figures})
+        if main:
             with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, **figures}) + "\n")
+                file.write(json.dumps(metrics[-1]) + "\n")
         accelerator.log(figures, step=step)
 
-    if held_out and not start:
-        log(measure(student, teacher, held_out, stop, tokenizer, options, rank, world), 0, "eval_")
-    bar = tqdm(range(start, total), initial=start, total=total, disable=not accelerator.is_main_process)
-    for step in bar:
-        began = time.perf_counter()
-        batch = batch_at(step, options.batch_size, len(examples), options.seed)
-        slots = range(rank, options.batch_size, world)  # this process's share
-        mine = [examples[batch[slot]] for slot in slots]
+    def look(step: int):
+        """What held-out rows show after this step: figures, the best weights so far, a few rollouts token by token."""
+        if options.eval_steps and (step % options.eval_steps == 0 or step == total):
+            before = [line["eval_reverse_kl"] for line in metrics if "eval_reverse_kl" in line and line["step"]]
+            figures = measure(student, teacher, held_out[: options.eval_rows], stop, tokenizer, options, rank, world)
+            log(figures, step, "eval_")
+            if main and step and figures["reverse_kl"] < min(before, default=math.inf):
+                save(folder / "best")
+        if main and options.sample_steps and (step % options.sample_steps == 0 or step == total):
+            rows = inspect(student, teacher, held_out[:SAMPLE_ROWS], stop, tokenizer, options)
+            (folder / "rollouts").mkdir(exist_ok=True)
+            write_file(folder / "rollouts" / f"step-{step:06}.json", json.dumps({"step": step, "rows": rows}))
 
-        # 1. The student answers, seeing profile and question.
-        seeds = [seed_for(options.seed, step, slot) for slot in slots]
-        prompts = [example["student"] for example in mine]
-        batch_size = options.generation_batch_size
-        completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
-        num_tokens = sum(gather_object([sum(map(len, completions))]))
+    def save(place: Path, card: str = ""):
+        whole = student
+        if options.lora_rank and options.merge_adapter:
+            whole = merge_adapter(load_model(options.model, options.dtype), student, options.lora_rank)
+        save_model(place, whole, tokenizer, card=card)
 
-        # 2. and 3. Teacher and student score these very tokens; the reverse KL's gradient adds up in the student.
-        per_row = score(student, teacher, mine, completions, num_tokens, options)
+    if not start:
+        look(0)
+    warned = set(collapse(metrics))
+    bar = tqdm(range(start, total), initial=start, total=total, disable=not main)
+    with until_signal() as signals:
+        for step in bar:
+            began = time.perf_counter()
+            batch = batch_at(step, options.batch_size, len(examples), options.seed)
+            slots = range(rank, options.batch_size, world)  # this process's share
+            mine = [examples[batch[slot]] for slot in slots]
 
-        # 4. One optimizer step.
-        if world > 1:
-            for weight in student.parameters():
-                weight.grad = accelerator.reduce(weight.grad, "sum")
-        norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
-        if not norm.isfinite():
-            raise InputError(f"step {step + 1}: the gradient is not finite; start again with a lower --learning-rate")
-        rate = learning_rate_at(step, total, options)
-        update(optimizer, slices, rate, seed_for(options.seed, step, "rounding"))
+            # 1. The student answers, seeing profile and question.
+            seeds = [seed_for(options.seed, step, slot) for slot in slots]
+            prompts = [example["student"] for example in mine]
+            batch_size = options.generation_batch_size
+            completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
+            num_tokens = sum(gather_object([sum(map(len, completions))]))
 
-        figures = summarize(per_row, completions, mine, stop, tokenizer)
-        seconds = time.perf_counter() - began
-        figures |= {"grad_norm": norm.item(), "learning_rate": rate, "tokens_per_second": num_tokens / seconds}
-        log({**figures, "seconds": seconds, "peak_memory_gb": peak_memory_gb(accelerator.device)}, step + 1)
-        progress = f"{options.divergence} {figures['loss']:.4f}, length {figures['length']:.0f}"
-        bar.set_postfix_str(f"{progress}, {num_tokens / seconds:.0f} tok/s")
-        if held_out and ((step + 1) % options.eval_steps == 0 or step + 1 == total):
-            log(measure(student, teacher, held_out, stop, tokenizer, options, rank, world), step + 1, "eval_")
-        if options.save_steps and (step + 1) % options.save_steps == 0 and accelerator.is_main_process:
-            save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer)
-    if accelerator.is_main_process:
-        save_model(folder / "model", student, tokenizer, card=model_card(options, account, read_metrics(folder)))
+            # 2. and 3. Teacher and student score these very tokens; the reverse KL's gradient adds up in the student.
+            per_row = score(student, teacher, mine, completions, num_tokens, options)
+
+            # 4. One optimizer step.
+            if world > 1:
+                for weight in trainable(student).values():  # an expert that no token of this process saw has no gradient
+                    weight.grad = accelerator.reduce(torch.zeros_like(weight) if weight.grad is None else weight.grad, "sum")
+            norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
+            if not norm.isfinite():
+                raise InputError(f"step {step + 1}: the gradient is not finite; start again with a lower --learning-rate")
+            rate = learning_rate_at(step, total, options)
+            update(optimizer, slices, rate, seed_for(options.seed, step, "rounding"))
+            if options.teacher == "ema":
+                follow(teacher, student, options.ema_decay, seed_for(options.seed, step, "teacher"))
+
+            figures = summarize(per_row, completions, mine, stop, tokenizer)
+            seconds = time.perf_counter() - began
+            figures |= {"grad_norm": norm.item(), "learning_rate": rate, "tokens_per_second": num_tokens / seconds}
+            log({**figures, "seconds": seconds, "peak_memory_gb": peak_memory_gb(accelerator.device)}, step + 1)
+            progress = f"{options.divergence} {figures['loss']:.4f}, length {figures['length']:.0f}"
+            bar.set_postfix_str(f"{progress}, {num_tokens / seconds:.0f} tok/s")
+            found = {name: text for name, text in collapse(metrics).items() if name not in warned}
+            for text in found.values() if main else ():
+                bar.write(f"warning, step {step + 1}: {text}")
+            warned |= found.keys()
+            look(step + 1)
+            stopping = any(gather_object([bool(signals)])) and step + 1 < total
+            if main and (stopping or options.save_steps and (step + 1) % options.save_steps == 0):
+                moving = teacher if options.teacher == "ema" else None
+                save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, moving)
+                remove_old(folder, options.save_limit)
+            if stopping:
+                say(f"stopped after step {step + 1} of {total}; give the same command with --resume to go on")
+                raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
+    if main:
+        save(folder / "model", model_card(options, account, metrics))
+        remove_old(folder, options.save_limit)
     accelerator.end_training()
     say(f"the trained model is in {folder / 'model'}")
     return folder / "model"

@@ -6,7 +6,6 @@ where the call failed: that is never a score. `load_judge` knows three kinds; an
 
 import http.client
 import json
-import logging
 import math
 import os
 import re
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from accelerate import PartialState
-from transformers import BitsAndBytesConfig, DynamicCache
+from transformers import DynamicCache
 
 from command_line import InputError, first_line
 from grasp import head_logits, load_model, load_tokenizer
@@ -75,17 +74,8 @@ def local_judge(path: str, options, templates: dict):
     tokenizer = load_tokenizer(path)
     drop, begin, score_ids = reply_ids(tokenizer)
     device = PartialState().device
-    if options.judge_dtype in ("8bit", "4bit"):
-        small = BitsAndBytesConfig(
-            load_in_8bit=options.judge_dtype == "8bit",
-            load_in_4bit=options.judge_dtype == "4bit",
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_quant_type="nf4",
-        )
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit tells of a cast at every matrix product
-        model = load_model(path, "bfloat16", quantization_config=small, device_map={"": device}).eval()
-    else:
-        model = load_model(path, options.judge_dtype).to(device).eval()
+    bits = {"8bit": 8, "4bit": 4}.get(options.judge_dtype, 16)
+    model = load_model(path, "bfloat16" if bits < 16 else options.judge_dtype, device, bits).eval()
     limit = getattr(model.config, "max_position_embeddings", None)
 
     def judge(pairs):

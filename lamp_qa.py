@@ -6,13 +6,13 @@ set is another file like this one: `load_rows` gives the rows, `student_messages
 """
 
 import functools
+import hashlib
 import json
 import re
 import string
 from pathlib import Path
 
 import datasets
-import jinja2
 import torch
 import yaml
 from transformers import AutoModel, AutoTokenizer
@@ -21,6 +21,8 @@ from command_line import InputError, first_line
 
 CONFIGS = ("Art_and_Entertainment", "Lifestyle_and_Personal_Development", "Society_and_Culture")
 LEAK_RUN = 5  # this many words in a row, and not fewer, count as recited
+LOOKS_LIKE_MARKER = r"<[^<>\s]+>|\[/?[A-Z_]+\]|<</?[A-Z]+>>"
+HOLE = "\ufdd0"  # no character: stands for what people write, where a chat template is looked at
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -160,8 +162,8 @@ def rank_profiles(rows: list[dict], encoder: str) -> list[dict]:
 
 def rank_texts(texts, encoder):
     """Yield {"order": [...]} for each [question, post, ...]: the posts' places, nearest first, ties as they stood."""
-    tokenizer = AutoTokenizer.from_pretrained(encoder)
-    model = AutoModel.from_pretrained(encoder, use_safetensors=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=False)
+    model = AutoModel.from_pretrained(encoder, trust_remote_code=False, use_safetensors=True).eval()
     for question_and_posts in texts[0]:
         vectors = []
         for start in range(0, len(question_and_posts), 32):
@@ -232,7 +234,7 @@ def load_templates(path: str = "") -> dict[str, str]:
         return templates
     try:
         replaced = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except Exception as error:  # YAML has errors of its own, and others for values such as 2024-13-45
         raise InputError(f"{path}: cannot be read as YAML or JSON: {first_line(error)}") from error
     if not isinstance(replaced, dict):
         raise InputError(f"{path}: expected an object {{name: template}}, found {replaced!r:.60}")
@@ -244,6 +246,7 @@ def load_templates(path: str = "") -> dict[str, str]:
             found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
             if found == needed:
                 text.format(**dict.fromkeys(needed, ""))
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16")  # YAML reads JSON's surrogate pairs as two halves
         except (TypeError, ValueError, LookupError) as error:
             raise InputError(f"{path}: template {name!r}: {error} (write {{{{ and }}}} for plain braces)") from error
         if found - needed:
@@ -275,10 +278,10 @@ def privileged_block(row: dict, templates: dict, privileged: str = "aspects") ->
 
     The wording matters: a block that reads like instructions gets recited by small teachers, and then by their students.
     """
-    narrative = templates["narrative"].format(narrative=row["narrative"]) if row["narrative"] else ""
+    narrative = templates["narrative"].format(narrative=row["narrative"]) if row["narrative"].strip() else ""
     lines = []
     for item in row["rubric_aspects"]:
-        more = "".join(templates[key].format(**{key: item[key]}) for key in ("reason", "evidence") if item[key])
+        more = "".join(templates[key].format(**{key: item[key]}) for key in ("reason", "evidence") if item[key].strip())
         lines.append(templates["aspect"].format(aspect=item["aspect"] + more))
     aspects = templates["aspects"].format(aspects="".join(lines).rstrip("\n ,;")) if lines else ""
     return {"aspects": aspects, "narrative": narrative, "both": narrative + aspects}[privileged]
@@ -290,8 +293,8 @@ def encode_chat(tokenizer, messages: list[dict]) -> list[int]:
     One function for every prompt, so that student, teacher and judge can never be rendered with different settings. Text
     of users is inert: chat markers in it are broken up before rendering. A template's own BOS is the only one.
     """
-    has_system, marker = chat_format(tokenizer)
-    messages = [{**m, "content": marker.sub(lambda hit: f"{hit[0][0]} {hit[0][1:]}", m["content"])} for m in messages]
+    has_system, _, _ = chat_format(tokenizer)
+    messages = [{**message, "content": inert(tokenizer, message["content"])} for message in messages]
     if not has_system and messages[0]["role"] == "system":
         system, first, *rest = messages
         messages = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
@@ -301,31 +304,51 @@ def encode_chat(tokenizer, messages: list[dict]) -> list[int]:
 def render(tokenizer, messages: list[dict], answer_begins: bool = True) -> str:
     # enable_thinking (Qwen3 and others) and thinking (Granite, DeepSeek): whichever the template knows
     settings = {"enable_thinking": False, "thinking": False, "add_generation_prompt": answer_begins}
-    return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    except Exception as error:  # a template is a program: it can refuse, or fail in any way
+        raise InputError(f"{tokenizer.name_or_path}: cannot use the chat template: {first_line(error)}") from error
+
+
+def inert(tokenizer, text: str) -> str:
+    """The text with a space in each chat marker, also in those that only the tokenizer's normalizer makes of look-alikes."""
+    _, marker, normalize = chat_format(tokenizer)
+    for _ in range(4):  # a text with such look-alikes goes on as normalized, which may bring out others
+        text = marker.sub(lambda hit: f"{hit[0][0]} {hit[0][1:]}", text)
+        normal = normalize(text)
+        if not marker.search(normal):
+            return text
+        text = normal
+    raise InputError(f"{tokenizer.name_or_path}: the tokenizer makes chat markers of plain text; use another model")
 
 
 @functools.lru_cache(maxsize=8)
-def chat_format(tokenizer) -> tuple[bool, re.Pattern]:
-    """(does the template have a system role, a pattern for its markers). Raises InputError if there is no template.
+def chat_format(tokenizer):
+    """(does the template have a system role, a pattern for its markers, how the tokenizer normalizes a text).
 
-    Markers are the tokenizer's special tokens and whatever in an empty conversation looks like one ("[INST]", "<|user|>").
+    Markers are the tokenizer's special tokens, whatever in the template and in empty conversations looks like one ("[INST]",
+    "<|user|>"), and the last line before a turn where that has none ("### Response:"). Raises InputError if there is no
+    template.
     """
     if not tokenizer.chat_template:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; use an instruction-tuned model")
-    user = [{"role": "user", "content": "Q"}]
+    turns = [{"role": role, "content": HOLE} for role in ("system", "user", "assistant")]
+    text = render(tokenizer, turns[1:])
     try:
-        text = render(tokenizer, [{"role": "system", "content": "SYSTEM"}, *user])
-        has_system = "SYSTEM" in text  # some templates drop the system text without a word
-    except jinja2.TemplateError:
-        has_system = False
-    try:
-        text = render(tokenizer, [*user, {"role": "assistant", "content": "A"}])
-    except jinja2.TemplateError as error:
-        raise InputError(f"{tokenizer.name_or_path}: cannot use the chat template: {first_line(error)}") from error
+        with_system = render(tokenizer, turns[:2])
+    except InputError:
+        with_system = ""
+    has_system = with_system.count(HOLE) == 2  # some templates drop the system text without a word
+    pieces = [str(tokenizer.chat_template), *text.split(HOLE), *with_system.split(HOLE)]
     markers = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    markers |= set(re.findall(r"<[^<>\s]+>|\[/?[A-Z_]+\]|<</?[A-Z]+>>", text))
+    markers |= {marker for piece in pieces for marker in re.findall(LOOKS_LIKE_MARKER, piece)}
+    plain = [piece for piece in pieces[1:] if not any(marker in piece for marker in markers)]
+    markers |= {header for piece in plain for header in re.findall(r"\S.*[^\w\s](?=\s*\Z)", piece)}
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    normalize = normalizer.normalize_str if normalizer else str
+    markers |= set(map(normalize, markers))
     markers = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
-    return has_system, re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+    return has_system, re.compile("|".join(map(re.escape, markers)) or r"(?!)"), normalize
 
 
 def stop_ids(model, tokenizer) -> list[int]:
@@ -393,7 +416,7 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
             examples.append(example)
     left_out = len(rows) - len(examples)
     if not examples or left_out > options.max_dropped * len(rows):
-        reasons = "; ".join(f"{reason}: {len(ids)} ({', '.join(ids[:3])}, ...)" for reason, ids in dropped.items())
+        reasons = "; ".join(f"{reason}: {len(ids)} ({listed(ids, 3)}, ...)" for reason, ids in dropped.items())
         raise InputError(
             f"{left_out} of {len(rows)} rows cannot be used, more than --max-dropped {options.max_dropped} allows: {reasons}. "
             "Raise --max-prompt-tokens or lower --num-contexts for long rows, mend the data, or raise --max-dropped"
@@ -402,14 +425,39 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
 
 
 def load_examples(options, dataset: str, split: str, tokenizer, templates) -> tuple[list[dict], dict]:
-    """The rows of a split as examples, and the account of them: how many came in, are used, and are left out and why."""
+    """The rows of a split as examples, and the account of them: how many came in, are used, and are left out and why, and
+    a hash of all that the models are shown."""
     rows = load_rows(dataset, split, options.config)
     if options.rank_profile_with:
         rows = rank_profiles(rows, options.rank_profile_with)
     examples, dropped = make_examples(rows, tokenizer, options, templates)
-    return examples, {"dataset": dataset, "split": split, "rows": len(rows), "used": len(examples), "left_out": dropped}
+    account = {"dataset": dataset, "split": split, "rows": len(rows), "used": len(examples), "left_out": dropped}
+    shown = hashlib.sha256()
+    for example in examples:
+        shown.update(repr((example["student"], example["teacher"])).encode())
+    return examples, account | {"hash": shown.hexdigest()[:16]}
+
+
+def load_data(options, tokenizer, templates) -> tuple[list[dict], list[dict], dict]:
+    """Training and held-out examples of a run (those only if they are looked at), and the account of both by name.
+
+    Raises InputError if a held-out row is a training row, too.
+    """
+    examples, account = load_examples(options, options.dataset, options.split, tokenizer, templates)
+    held_out, accounts = [], {"train": account}
+    if options.eval_steps or options.sample_steps:
+        where = options.eval_dataset or options.dataset
+        held_out, accounts["held_out"] = load_examples(options, where, options.eval_split, tokenizer, templates)
+        if shared := {example["id"] for example in examples} & {example["id"] for example in held_out}:
+            raise InputError(f"{where}: {len(shared)} held-out rows are training rows, {min(shared)!r} say; see --eval-dataset")
+    return examples, held_out, accounts
 
 
 def describe(account: dict) -> str:
-    reasons = "".join(f"; left out, {why}: {len(ids)} ({', '.join(ids[:5])})" for why, ids in account["left_out"].items())
+    reasons = "".join(f"; left out, {why}: {len(ids)} ({listed(ids, 5)})" for why, ids in account["left_out"].items())
     return f"{account['dataset']}, {account['split']}: {account['rows']} rows, {account['used']} used{reasons}"
+
+
+def listed(ids: list[str], count: int) -> str:
+    """The first ids for a terminal: on one line, of bounded length and without control characters, whatever they are."""
+    return ", ".join(repr(name[:60])[1:-1] for name in ids[:count])

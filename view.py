@@ -1,15 +1,17 @@
 """Results for people: the table in the terminal, and one self-contained page that opens without a network.
 
     python view.py results/mine        # writes results/mine/index.html; evaluate.py does so at its end
+    python view.py runs/mine           # the same for a training run; grasp.py does so at its end
 
-The page shows the table, the intervals as a picture, and each question with its answer, aspects and grades; after
-`evaluate.py --compare`, the other run's stand beside them. It is `view.html` with the results put in as JSON.
+The page of results shows the table, the intervals as a picture, and each question with its answer, aspects and grades; after
+`evaluate.py --compare`, the other run's stand beside them. The page of a training run shows answers on the way, each token
+shaded by its divergence, and the curves. They are `view.html` and `view_run.html` with the data put in as JSON.
 """
 
 import json
 from pathlib import Path
 
-from command_line import InputError, first_line, run, write_file
+from command_line import InputError, first_line, read_yaml, run, write_file
 
 
 def as_table(summary: dict) -> str:
@@ -69,10 +71,20 @@ def write_page(folder: Path) -> Path:
         for name, question in questions.items():
             question["other"] = others.get(name)
         summary["other_figures"] = theirs.get("figures")
-    data = json.dumps({"summary": summary, "questions": list(questions.values())}, ensure_ascii=False)
+    return fill("view.html", {"summary": summary, "questions": list(questions.values())}, folder)
+
+
+def write_run_page(folder: Path) -> Path:
+    """Write FOLDER/index.html for a training run; returns its path. Raises InputError naming a missing or broken file."""
+    return fill("view_run.html", read_run(folder), folder)
+
+
+def fill(template: str, data: dict, folder: Path) -> Path:
+    """Write FOLDER/index.html: the template with the data put in, as ASCII, so that no text in them is beyond UTF-8."""
+    data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # a browser's JSON has no NaN
     # inside a script element only "<" could end the data; everything is shown as text by the page, never as HTML
-    page = Path(__file__).with_name("view.html").read_text("utf-8").replace("RESULTS_AS_JSON", data.replace("<", "\\u003c"))
-    write_file(folder / "index.html", page)
+    text = json.dumps(data).replace("<", "\\u003c")
+    write_file(folder / "index.html", Path(__file__).with_name(template).read_text("utf-8").replace("RESULTS_AS_JSON", text))
     return folder / "index.html"
 
 
@@ -85,13 +97,55 @@ def read_results(folder: Path) -> tuple[dict, dict]:
         questions = {question["id"]: {**question, **answers[question["id"]]} for question in scores["per_question_scores"]}
         return summary, questions
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder}: expected the results of a run of evaluate.py: {first_line(error)}") from error
+        raise InputError(f"{folder}: expected the results of evaluate.py, or a run of grasp.py: {first_line(error)}") from error
+
+
+def read_run(folder: Path) -> dict:
+    """What view_run.html shows: settings and row counts, metrics, and per step with rollouts the answer to each question.
+
+    A token is [text, teacher's favourite, divergence, student's, teacher's and favourite's probability], since there are many.
+    No folder of the machine is in it. Raises InputError that names a missing or broken file.
+    """
+    from checkpoint import read_metrics  # here, since it loads torch, which the results of an evaluation do without
+
+    questions, answers, path = {}, {}, folder / "options.yaml"
+    try:
+        options = read_yaml(str(path))
+        about = {name: options[name] for name in ("divergence", "learning_rate", "batch_size", "seed")}
+        about |= {"model": no_folder(options["model"]), "parts": []}
+        path = folder / "data.json"
+        account = json.loads(path.read_text("utf-8"))
+        for part in [account[name] for name in ("train", "held_out") if name in account]:
+            counts = {why: len(ids) for why, ids in part["left_out"].items()}
+            about["parts"].append(part | {"dataset": no_folder(part["dataset"]), "left_out": counts})
+        path = folder / "metrics.jsonl"
+        metrics = sorted(read_metrics(folder), key=lambda line: line["step"])
+        for path in sorted(folder.glob("rollouts/step-*.json")):
+            rollouts = json.loads(path.read_text("utf-8"))
+            answers[int(rollouts["step"])] = of_step = {}
+            for row in rollouts["rows"]:
+                questions.setdefault(row["id"], {name: row[name] for name in ("id", "config", "question", "posts", "rubric")})
+                of_step[row["id"]] = {"text": row["text"], "tokens": [as_list(token) for token in row["tokens"]]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path}: expected a file of a training run: {first_line(error)}") from error
+    steps = [{"step": step, "answers": [answers[step].get(name) for name in questions]} for step in sorted(answers)]
+    return {"about": about, "metrics": metrics, "questions": list(questions.values()), "steps": steps}
+
+
+def as_list(token: dict) -> list:
+    numbers = [token[name] for name in ("divergence", "student", "teacher", "favourite_probability")]
+    return [token["text"], token["favourite"], *(float(f"{number:.4g}") for number in numbers)]
+
+
+def no_folder(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def main(argv: list[str]):
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise InputError("usage: python view.py RESULTS_FOLDER")
-    print(write_page(Path(argv[0])))
+        raise InputError("usage: python view.py FOLDER, the results of evaluate.py or a run of grasp.py")
+    folder = Path(argv[0])
+    print(write_run_page(folder) if (folder / "metrics.jsonl").exists() else write_page(folder))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def options(model_folder, data_folder, tmp_path):
     """options(name=value, ...): a run of four small steps with these settings changed."""
 
     def make(**settings):
-        small = dict(batch_size=4, max_new_tokens=6, max_steps=4, answer_format="text", save_steps=0, micro_batch_size=2)
+        small = dict(batch_size=4, max_new_tokens=6, max_steps=4, answer_format="text", save_steps=0, micro_batch_tokens=512)
         where = dict(model=str(model_folder), dataset=str(data_folder), output_dir=str(tmp_path / "out"))
         return GraspOptions(**{**where, **small, "divergence_cap": 0.0, **settings})
 

@@ -28,7 +28,7 @@ STAGES = ("answers.jsonl", "grades.jsonl", "kept.jsonl", "rtv.json")
 def run(model_folder, tmp_path):
     """run(rows, grades, name=value, ...) filters these rows, whose answers get these grades ({id: [...]}, or per answer a list
     of such lists); returns what rtv.json and kept.jsonl hold."""
-    folder = tmp_path / "out"
+    folder = tmp_path / "rtv"
 
     def make(rows, grades=None, sampled=None, **changed):
         usual = dict(model=str(model_folder), dataset=str(write_rows(tmp_path / "train.jsonl", rows)), judge="scripted")
@@ -126,7 +126,8 @@ def test_kept_are_the_input_rows_that_reach_the_threshold_and_unjudged_ones_neve
     expected = [row for row, score in judged if score >= threshold]
     missing = sum(grade is None for grades in graded for grade in grades)
     try:
-        report, kept = run(rows, dict(zip([row["id"] for row in rows], graded)), threshold=threshold, overwrite=True)
+        scripted_grades = dict(zip([row["id"] for row in rows], graded))
+        report, kept = run(rows, scripted_grades, answers_of(lambda name: "text"), threshold=threshold, overwrite=True)
         assert not missing
     except InputError as error:  # what can be kept is kept all the same
         if not expected:
@@ -154,12 +155,12 @@ def test_unjudged_rows_are_asked_for_again_and_answered_ones_are_not(run, capsys
 def test_several_answers_count_by_their_mean_or_by_the_best(run):
     rows = toy_rows(2)
     grades = {"q0": [[2, 2], [0, 0], [2, 2]], "q1": [[2, 0], [2, 0], [2, 0]]}
-    report, kept = run(rows, grades, samples=3, threshold=0.6)
+    report, kept = run(rows, grades, samples=3, threshold=0.6, temperature=1.0, max_new_tokens=8)
     assert [row["id"] for row in kept] == ["q0"]
-    report, kept = run(rows, {}, samples=3, threshold=0.7, keep_best=True)
+    report, kept = run(rows, {}, samples=3, temperature=1.0, max_new_tokens=8, threshold=0.7, keep_best=True)
     assert [row["id"] for row in kept] == ["q0"]
     with pytest.raises(InputError, match="no row reaches --threshold 0.7"):
-        run(rows, {}, samples=3, threshold=0.7)
+        run(rows, {}, samples=3, temperature=1.0, max_new_tokens=8, threshold=0.7)
     outputs = [answer["output"] for answer in read_lines(run.folder / "answers.jsonl")[0]["answers"]]
     assert len(outputs) == 3 and len(set(outputs)) > 1
 

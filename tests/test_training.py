@@ -25,6 +25,7 @@ FIGURES = {  # issue 2, "The loop", and 4.17 of the design
     "divergence_p50",
     "divergence_p95",
     "divergence_p99",
+    "top_share",
     "entropy",
     "agreement",
     "length",
@@ -81,7 +82,7 @@ def test_a_run_leaves_a_model_that_loads_its_card_and_all_figures(dtype, options
     account = json.loads((folder.parent / "data.json").read_text())
     assert account["train"]["rows"] == account["train"]["used"] == 12 and account["held_out"]["used"] == 6
     files = {path.name for path in folder.parent.iterdir()}
-    assert files == {"model", "checkpoint-3", "metrics.jsonl", "options.yaml", "data.json"}
+    assert files == {"model", "best", "checkpoint-3", "metrics.jsonl", "options.yaml", "data.json"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +91,7 @@ def test_the_student_learns_what_the_rubrics_have_in_common(dtype, options, tmp_
     for split, start in (("train", 0), ("validation", 100)):
         rows = [{**row, "rubric_aspects": [{"aspect": "tea and bread"}]} for row in toy_rows(12, start)]
         write_rows(tmp_path / f"data/{split}.jsonl", rows)
-    settings = dict(batch_size=6, micro_batch_size=6, max_steps=30, learning_rate=3e-3, eval_steps=30, eval_rows=6)
+    settings = dict(batch_size=6, micro_batch_tokens=4096, max_steps=30, learning_rate=3e-3, eval_steps=30, eval_rows=6)
     lines = metrics(train(options(dtype=dtype, dataset=str(tmp_path / "data"), **settings)).parent)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
@@ -174,7 +175,7 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_weights_of_an_unbroken_
         file.write('{"step": 6, "lo')  # cut short by the kill
     (killed / "checkpoint-6.tmp").mkdir()  # and so was this one
     loaded, real = [], grasp.load_model
-    monkeypatch.setattr(grasp, "load_model", lambda path, dtype: loaded.append(path) or real(path, dtype))
+    monkeypatch.setattr(grasp, "load_model", lambda path, *rest: loaded.append(path) or real(path, *rest))
     resumed = train(dataclasses.replace(settings, resume=True))
     assert loaded == [str(killed / "checkpoint-4"), settings.model]
     assert_same_bits(resumed, whole)
@@ -217,7 +218,7 @@ def test_a_run_may_be_moved_and_resumed_with_other_memory_settings(options, tmp_
     train(settings)
     shutil.move(tmp_path / "out", tmp_path / "moved")
     changed = dict(
-        output_dir=str(tmp_path / "moved"), micro_batch_size=1, generation_batch_size=1, gradient_checkpointing=False
+        output_dir=str(tmp_path / "moved"), micro_batch_tokens=1, generation_batch_size=1, gradient_checkpointing=False
     )
     train(dataclasses.replace(settings, resume=True, save_steps=0, **changed))
 
@@ -237,7 +238,7 @@ def test_memory_settings_do_not_change_what_is_learned(options, tmp_path):
     """Micro-batches, sub-batches of rollouts and recomputed activations: the same figures to rounding."""
     found = []
     for i, (size, checkpointing) in enumerate([(4, True), (1, False)]):
-        folder = options(dtype="float32", optimizer="adamw", micro_batch_size=size, generation_batch_size=size)
+        folder = options(dtype="float32", optimizer="adamw", micro_batch_tokens=size * 512, generation_batch_size=size)
         found.append(
             train(dataclasses.replace(folder, gradient_checkpointing=checkpointing, output_dir=str(tmp_path / str(i))))
         )
