@@ -54,40 +54,6 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
     return model if bits < 16 else model.to(device)
 
 
-def adapter_settings(rank: int):
-    """LoRA (arXiv 2106.09685) on every linear layer but the head; updates are scaled by alpha / rank = 2."""
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise InputError("--lora-rank needs the package peft: pip install peft") from error
-    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
-
-
-def add_adapter(model, rank: int, seed: int):
-    """Freeze the model and put new adapters on it, in float32: they are small, and small updates are not lost in them."""
-    settings = adapter_settings(rank)
-    model.requires_grad_(False)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model.add_adapter(settings)
-    for weight in trainable(model).values():
-        weight.data = weight.data.float()
-    return model
-
-
-def trainable(model) -> dict:
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def merge_adapter(base, adapted, rank: int):
-    """`base`, a fresh copy of the unquantized model, with the trained adapters of `adapted` added to its weights."""
-    from peft import get_peft_model
-
-    model = get_peft_model(base, adapter_settings(rank))
-    model.load_state_dict({f"base_model.model.{name}": weight for name, weight in trainable(adapted).items()}, strict=False)
-    return model.merge_and_unload()
-
-
 def check_positions(model, longest: int):
     """Raises InputError if the longest prompt with the longest answer, in tokens, is more than the model has positions."""
     limit = getattr(model.config, "max_position_embeddings", longest)
@@ -100,6 +66,50 @@ def load_tokenizer(path: str):
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
+
+
+def adapter_settings(rank: int):
+    """LoRA (arXiv 2106.09685) on every linear layer but the head; updates are scaled by alpha / rank = 2."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise InputError("--lora-rank needs the package peft: pip install peft") from error
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def add_adapter(model, rank: int, seed: int):
+    """Freeze the model and put new adapters into it, in float32: they are small, and small updates are not lost in them."""
+    settings = adapter_settings(rank)
+    from peft import inject_adapter_in_model
+
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    for weight in trainable(model).values():
+        weight.data = weight.data.float()
+    return model
+
+
+def switch_adapters(model, on: bool):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(on)
+
+
+def trainable(model) -> dict:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def with_adapter(base, adapted, rank: int, merge: bool):
+    """`base`, a fresh copy of the unquantized model, with the trained adapters of `adapted` beside or added to its weights."""
+    from peft import get_peft_model
+
+    model = get_peft_model(base, adapter_settings(rank))
+    model.load_state_dict({f"base_model.model.{name}": weight for name, weight in trainable(adapted).items()}, strict=False)
+    return model.merge_and_unload() if merge else model
 
 
 # --- Folders that are whole or not there ------------------------------------------------------------------------------
@@ -115,7 +125,7 @@ def save_model(folder: Path, model, tokenizer, optimizer=None, teacher=None, car
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        if optimizer and getattr(model, "peft_config", None):
+        if optimizer and len(trainable(model)) < len(list(model.parameters())):
             beside.mkdir(parents=True)
             save_file({name: weight.detach().contiguous() for name, weight in trainable(model).items()}, beside / ADAPTER)
         else:
@@ -157,10 +167,14 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in found if name)
 
 
-def remove_old(folder: Path, limit: int):
-    """Remove all but the newest `limit` checkpoints of a run; 0 keeps all."""
-    for _, path in checkpoints(folder)[:-limit] if limit else []:
-        shutil.rmtree(path)
+def remove_old(folder: Path, options, finished: bool = False):
+    """Remove all but the newest `options.save_limit` checkpoints (0: none), and those that a stop left between the others."""
+    found, every = checkpoints(folder), options.save_steps
+    due = [path for step, path in found if every and step % every == 0]
+    kept = due[-options.save_limit :] + ([] if finished else [found[-1][1]])
+    for _, path in found:
+        if path not in kept:
+            shutil.rmtree(path)
 
 
 def load_checkpoint(checkpoint: Path, model, optimizer):

@@ -48,13 +48,14 @@ from checkpoint import (
     load_checkpoint,
     load_model,
     load_tokenizer,
-    merge_adapter,
     model_card,
     peak_memory_gb,
     read_metrics,
     remove_old,
     save_model,
+    switch_adapters,
     trainable,
+    with_adapter,
 )
 from command_line import InputError, first_line, option, parse_options, run, until_signal, write_file, write_lines
 from lamp_qa import describe, load_data, load_templates, stop_ids
@@ -157,11 +158,11 @@ def teaching(teacher, options: GraspOptions):
     """Within it the teacher's weights are in place, and no graph is built."""
     adapters_off = options.lora_rank and options.teacher == "frozen"
     if adapters_off:
-        teacher.disable_adapters()
+        switch_adapters(teacher, False)
     with torch.no_grad():
         yield
     if adapters_off:
-        teacher.enable_adapters()
+        switch_adapters(teacher, True)
 
 
 # --- 1. Rollout -------------------------------------------------------------------------------------------------------
@@ -456,7 +457,7 @@ def stochastic_round_(target, values, generator):
 @torch.no_grad()
 def follow(teacher, student, decay: float, seed: int):
     """Move an averaging teacher: decay * teacher + (1 - decay) * student; bfloat16 is rounded stochastically here, too."""
-    generator = torch.Generator(student.device).manual_seed(seed)
+    generator = torch.Generator(next(student.parameters()).device).manual_seed(seed)
     for old, new in zip(teacher.parameters(), student.parameters()):
         for start in range(0, old.numel(), SLICE):
             part = slice(start, start + SLICE)
@@ -553,7 +554,7 @@ def train(options: GraspOptions) -> Path:
     """
     check_parts(options)
     folder = Path(options.output_dir)
-    if folder.exists() and any(folder.iterdir()) and not options.resume:
+    if folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()) and not options.resume:
         raise InputError(f"{folder}: already holds files; choose another --output-dir, or go on with --resume")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -580,7 +581,7 @@ def train(options: GraspOptions) -> Path:
     check_positions(student, longest + options.max_new_tokens)
     stop = stop_ids(student, tokenizer)
     if options.gradient_checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        student.activation_checkpointing_enable({"use_reentrant": False})
     optimizer, slices = build_optimizer(student, options)
     if checkpoint:
         load_checkpoint(checkpoint, student, optimizer)
@@ -618,8 +619,8 @@ def train(options: GraspOptions) -> Path:
 
     def save(place: Path, card: str = ""):
         whole = student
-        if options.lora_rank and options.merge_adapter:
-            whole = merge_adapter(load_model(options.model, options.dtype), student, options.lora_rank)
+        if options.lora_rank:
+            whole = with_adapter(load_model(options.model, options.dtype), student, options.lora_rank, options.merge_adapter)
         save_model(place, whole, tokenizer, card=card)
 
     if not start:
@@ -670,13 +671,13 @@ def train(options: GraspOptions) -> Path:
             if main and (stopping or options.save_steps and (step + 1) % options.save_steps == 0):
                 moving = teacher if options.teacher == "ema" else None
                 save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, moving)
-                remove_old(folder, options.save_limit)
+                remove_old(folder, options)
             if stopping:
                 say(f"stopped after step {step + 1} of {total}; give the same command with --resume to go on")
                 raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     if main:
         save(folder / "model", model_card(options, account, metrics))
-        remove_old(folder, options.save_limit)
+        remove_old(folder, options, finished=True)
     accelerator.end_training()
     say(f"the trained model is in {folder / 'model'}")
     return folder / "model"

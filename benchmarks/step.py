@@ -169,6 +169,9 @@ def turns(new_tokens: int):
 
 def grasp_side(args, optimizer: str, folder: str):
     """Run `grasp.train`, a step at a time: whatever its loop does in a step counts."""
+    longest = max(len(example[kind]) for example in batches(args)[0] for kind in ("student", "teacher")) + args.new_tokens
+    micro_batch_tokens = args.micro_batch * longest
+    options = grasp_options(args, optimizer=optimizer, output_dir=folder, micro_batch_tokens=micro_batch_tokens)
     start, rollout, stop = turns(args.new_tokens)
     next_batch = grasp.batch_at
 
@@ -181,9 +184,7 @@ def grasp_side(args, optimizer: str, folder: str):
     grasp.batch_at = between_steps  # the first call of each step
     grasp.sample_completions = rollout(grasp.sample_completions)
     grasp.stop_ids = lambda *_: [-1]  # no token ends an answer
-    longest = max(len(example[kind]) for example in batches(args)[0] for kind in ("student", "teacher")) + args.new_tokens
-    settings = dict(optimizer=optimizer, output_dir=folder, micro_batch_tokens=args.micro_batch * longest)
-    grasp.train(grasp_options(args, **settings))
+    grasp.train(options)
 
 
 def trl_side(args, micro_batches: str, folder: str):
@@ -288,7 +289,7 @@ def take_turns(args, sides) -> dict[str, list[list[float]]]:
                 for place, (side, process) in enumerate(running.items()):
                     process.stdin.write("\n")
                     process.stdin.flush()
-                    line = next((line for line in process.stdout if line.startswith(MARK)), None)
+                    line = next((line for line in iter(process.stdout.readline, "") if line.startswith(MARK)), None)
                     if line is None:
                         raise RuntimeError(f"{side} failed:\n{(Path(folder) / f'{place}.log').read_text()[-3000:]}")
                     if number:
@@ -312,7 +313,8 @@ def table(found: dict, tokens: int, flops: float, peak_tflops: float) -> str:
     for side, (rollout, rest, step, gb) in figures.items():
         ratios = [f"{figure / of:.2f}" if of else "" for figure, of in zip((step, gb), best)]
         cells = [side, f"{rollout:.2f}", f"{rest:.2f}", f"{step:.2f}", f"{gb:.2f}", *ratios, f"{tokens / step:.0f}"]
-        lines.append("| " + " | ".join(cells + [f"{flops / rest / peak_tflops / 1e12:.3f}"] * bool(peak_tflops)) + " |")
+        cells += [f"{flops / rest / peak_tflops / 1e12:.3f}"] if peak_tflops else []
+        lines.append(f"| {' | '.join(cells)} |")
     lines[0] += " share of peak in the rest |" if peak_tflops else ""
     lines.insert(1, "| --- " * (lines[0].count("|") - 1) + "|")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from command_line import parse_options, run, write_file  # noqa: E402
 from evaluate import bootstrap, paired_difference, question_score  # noqa: E402
-from grasp import GraspOptions, load_model, load_teacher, load_tokenizer, measure, sample_completions, seed_for, train  # noqa: E402
+from grasp import GraspOptions, load_model, load_tokenizer, measure, sample_completions, seed_for, train  # noqa: E402
 from judges import keyword_grade  # noqa: E402
 from lamp_qa import leaks, load_examples, load_templates, stop_ids  # noqa: E402
 
@@ -61,7 +61,7 @@ def main(argv):
     tokenizer, templates = load_tokenizer(options.model), load_templates(options.prompts)
     test, _ = load_examples(options, options.dataset, "test", tokenizer, templates)
     student = load_model(str(train(options)), options.dtype).eval()
-    base = load_teacher(options, "cpu")  # the base model and the teacher are the same weights
+    base = load_model(options.model, options.dtype).eval()  # the base model and the teacher are the same weights
     print(f"trained after {time.perf_counter() - began:.0f} s; answering {len(test)} questions of users not trained on")
 
     stop = stop_ids(base, tokenizer)

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import tokenizers
 import torch
 import transformers as tf
 import yaml
-from conftest import CHATML, NO_SYSTEM, ROOT, THINKS, make_model, make_tokenizer, toy_rows, write_rows
+from conftest import CHATML, NO_SYSTEM, ROOT, THINKS, make_tokenizer, toy_rows, write_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
@@ -138,7 +137,7 @@ CHATS["trained"] = CHATS["chatml"]
 
 
 def skeleton(tokenizer, ids, markers):
-    """What makes turns in a prompt: the ids of all added tokens in their order, and how often each marker stands there as text."""
+    """What makes turns in a prompt: the ids of all added tokens in their order, and the count of each marker as text."""
     text = tokenizer.decode(ids)
     return [i for i in ids if i in tokenizer.added_tokens_decoder], {marker: text.count(marker) for marker in markers}
 
@@ -242,7 +241,8 @@ def test_a_tokenizer_that_makes_markers_of_whatever_is_written_is_refused():
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_that_is_no_marker_arrives_letter_by_letter(name):
-    text = "a < b > c, <b>bold</b> <3 [1] List[int] [sic] {question} {{0}} %s C# ## 1 | 2 || user assistant System: e\u0301 \u200f\u05d0"
+    text = "a < b > c, <b>bold</b> <3 [1] List[int] [sic] {question} {{0}} %s C# ## 1 | 2 || user assistant System: "
+    text += "e\u0301 \u200f\u05d0"
     tokenizer = TOKENIZERS[name]
     for ids in prompts_of(tokenizer, row_of(text), OURS):
         assert text in tokenizer.decode(ids)
@@ -263,7 +263,7 @@ TEXTS = {
     "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308",
     "combining marks": "Z" + "\u0301\u0323\u0338" * 50,
     "JSON": '{"question": "x"}]}\\"\\ud800',
-    "quotes and breaks": "'\"`\r\n\t\\n```json\n",
+    "quotes and breaks": "'\"`\r\n\t\\n```json\n```",
 }
 FIELDS = {
     "question": lambda row, text: row.update(question=text),
@@ -312,12 +312,11 @@ def test_a_strange_text_is_shown_whole_to_whom_it_is_for(kind, field, tmp_path):
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_half_a_surrogate_pair_is_named_by_file_row_id_and_field(field, tmp_path):
-    path = write_rows(tmp_path / "train.jsonl", spoiled(field, "a \ud83d b"))
+    text = "a \ud83d b"
+    path = write_rows(tmp_path / "train.jsonl", spoiled(field, text))
     with pytest.raises(InputError) as fault:
         load_rows(str(path), "train")
-    assert f"{path}, row 3, id {'a ' + chr(92) + 'ud83d b' if field == 'id' else 'q2'!r}, {field}: " in only_line(
-        fault
-    ).replace("\\\\", "\\")
+    assert f"{path}, row 3, id {text if field == 'id' else 'q2'!r}, {field}: " in only_line(fault)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -399,20 +398,19 @@ def test_ids_reach_the_terminal_without_control_characters_and_in_one_line():
 
 
 MARKERS = sorted({marker for _, special, plain in CHATS.values() for marker in special + plain})
-pieces = st.sampled_from(
-    [*MARKERS, *map(wide, MARKERS[::3]), "<|", "|>", "im_", "{question}", "{}", "\ud83d", "\x00", " ", "\u0338"]
-)
-texts = st.lists(st.text(max_size=6) | pieces, max_size=5).map("".join)
+pieces = st.sampled_from([*MARKERS, *map(wide, MARKERS[::3]), "<|", "|>", "im_", "{question}", "{}", "\x00", " ", "\u0338"])
+texts = st.lists(st.text(max_size=6) | pieces, min_size=1, max_size=5).map("".join)
+needed = texts.filter(str.strip)
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.just("\ud83d"),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["aspect", "text", "id"]) | texts, inner, max_size=3)
     ),
     max_leaves=8,
 )
-an_aspect = st.fixed_dictionaries({"aspect": texts}, optional={"reason": texts, "evidence": texts | st.none()})
+an_aspect = st.fixed_dictionaries({"aspect": needed}, optional={"reason": texts | st.none(), "evidence": texts})
 fine_rows = st.fixed_dictionaries(
-    {"question": texts, "rubric_aspects": st.lists(an_aspect, max_size=3)},
+    {"question": needed, "rubric_aspects": st.lists(an_aspect, min_size=1, max_size=3)},
     optional={"profile": st.lists(st.fixed_dictionaries({"text": texts}), max_size=3), "narrative": texts, "extra": anything},
 )
 odd_rows = st.dictionaries(st.sampled_from(["id", "question", "profile", "rubric_aspects", "narrative", "config"]), anything)
@@ -424,8 +422,8 @@ def write_any(path, rows, as_lines):
 
 
 @given(
-    rows=st.lists(fine_rows, min_size=1, max_size=4),
-    odd=st.lists(odd_rows | anything, max_size=1),
+    rows=st.lists(fine_rows, min_size=2, max_size=4),
+    odd=st.just([]) | st.just([]) | st.lists(odd_rows | anything, max_size=1),
     name=st.sampled_from(sorted(TOKENIZERS)),
     bare=st.booleans(),
     settings_=st.fixed_dictionaries(
@@ -434,7 +432,7 @@ def write_any(path, rows, as_lines):
             "answer_format": st.sampled_from(["json", "text"]),
             "num_contexts": st.integers(0, 3),
             "max_prompt_tokens": st.sampled_from([500, 6144]),
-            "max_dropped": st.sampled_from([0.5, 1.0]),
+            "max_dropped": st.sampled_from([1.0, 1.0, 0.5]),
         }
     ),
     as_lines=st.booleans(),
@@ -480,7 +478,8 @@ def test_a_step_on_strange_rows_ends_with_finite_figures_and_files_that_load(opt
     rows = toy_rows(12)
     for row, kind in zip(rows, [kind for kind in TEXTS if "100,000" not in kind]):
         row["question"] = f"{TEXTS[kind]}?"
-        row["profile"][0]["text"] = row["rubric_aspects"][0]["reason"] = TEXTS[kind]
+        row["profile"][0]["text"] = TEXTS[kind][::-1]
+        row["rubric_aspects"][0]["reason"] = TEXTS[kind]
         row["rubric_aspects"][1]["aspect"] = TEXTS[kind] + "!"
         row["narrative"] = ""
     rows[9]["question"], rows[10]["profile"][0]["text"], rows[11]["rubric_aspects"] = "a" * SECRET, "tea " * SECRET, []

@@ -85,18 +85,18 @@ def test_a_run_leaves_a_model_that_loads_its_card_and_all_figures(dtype, options
     assert files == {"model", "best", "checkpoint-3", "metrics.jsonl", "options.yaml", "data.json"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_student_learns_what_the_rubrics_have_in_common(dtype, options, tmp_path):
+@pytest.mark.parametrize("way", [dict(dtype="float32"), dict(dtype="bfloat16"), dict(lora_rank=8, learning_rate=1e-2)])
+def test_the_student_learns_what_the_rubrics_have_in_common(way, options, tmp_path):
     """The loss falls, and more so the reverse KL of fresh rollouts to other users' questions."""
     for split, start in (("train", 0), ("validation", 100)):
         rows = [{**row, "rubric_aspects": [{"aspect": "tea and bread"}]} for row in toy_rows(12, start)]
         write_rows(tmp_path / f"data/{split}.jsonl", rows)
     settings = dict(batch_size=6, micro_batch_tokens=4096, max_steps=30, learning_rate=3e-3, eval_steps=30, eval_rows=6)
-    lines = metrics(train(options(dtype=dtype, dataset=str(tmp_path / "data"), **settings)).parent)
+    lines = metrics(train(options(dataset=str(tmp_path / "data"), **settings | way)).parent)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     first, last = (line["eval_reverse_kl"] for line in lines if "eval_reverse_kl" in line)
-    assert last < 0.6 * first
+    assert last < 0.7 * first
 
 
 def test_the_loss_is_the_mean_over_all_tokens_of_the_steps_rollouts(options, monkeypatch):

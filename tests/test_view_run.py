@@ -192,7 +192,7 @@ def browse(page, probe, folder):
       setTimeout(() => {{
         Object.assign(found, {{ title: document.title, refused: window.refused, images: document.images.length }});
         found.requests = performance.getEntriesByType("resource").length;
-        found.widths = [innerWidth, document.documentElement.scrollWidth];
+        found.tooWide = document.documentElement.scrollWidth > document.documentElement.clientWidth || innerWidth !== 375;
         parent.postMessage(JSON.stringify(found), "*");
       }}, 300);
     }});
@@ -214,7 +214,7 @@ def fits_and_asks_for_nothing(found):
     SERVER.setblocking(False)
     with pytest.raises(BlockingIOError):
         SERVER.accept()
-    assert found["widths"] == [375, 375]
+    assert not found["tooWide"]
     return found["requests"] == 0 == found["images"] and "refused" not in found and found["title"] == "What the teacher teaches"
 
 
@@ -227,8 +227,8 @@ def test_in_a_browser_slider_and_tokens_work_and_hostile_text_is_text(nasty):
       press(document.body, "ArrowRight"); found.steps.push(text("shown"));
       press(document.body, "ArrowRight"); found.steps.push(text("shown"));
       press(document.body, "ArrowLeft"); found.steps.push(text("shown"));
-      found.carry = text("carry"); found.charts = document.querySelectorAll("#charts figure").length;
-      found.marks = document.querySelectorAll("#charts .now").length;
+      found.carry = text("carry"); found.charts = document.querySelectorAll("figure").length;
+      found.marks = document.querySelectorAll(".now").length;
       found.texts = [text("asked"), at("rubric").querySelector("strong").textContent, text("posts")];
       found.tokens = tokens().map((node) => node.textContent);
       found.hidden = at("tip").hidden;
@@ -242,15 +242,12 @@ def test_in_a_browser_slider_and_tokens_work_and_hostile_text_is_text(nasty):
       found.asked = text("asked"); found.direction = getComputedStyle(at("asked")).direction;"""
     found = browse(nasty / "index.html", probe, nasty)
     assert fits_and_asks_for_nothing(found)
-    nasty_text = NASTY.replace("\ud800", "\ufffd")
     assert [step.split()[0] for step in found["steps"]] == ["0", "80", "120", "120", "80"]
-    assert found["texts"] == [nasty_text] * 3 and found["tokens"][0] == nasty_text
+    assert found["texts"] == [NASTY] * 3 and found["tokens"][0] == NASTY
     assert found["tokens"][1:] == [" \u2019", " go", "\n", "<|im_end|>"]  # the character of two tokens is whole
     assert found["hidden"] and found["left"] and found["escaped"]
     assert (
-        found["hover"].startswith(nasty_text)
-        and "2.5 nats" in found["hover"]
-        and "student 25 %, teacher 1.25 %" in found["hover"]
+        found["hover"].startswith(NASTY) and "2.5 nats" in found["hover"] and "student 25 %, teacher 1.25 %" in found["hover"]
     )
     assert "the teacher wanted the same" in found["hover"] and found["focus"].count("nats") == 2 and " go" in found["click"]
     assert len(set(found["colours"])) > 2 and found["charts"] == found["marks"] == 12
