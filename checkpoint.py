@@ -37,8 +37,8 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
         small = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4, "bnb_4bit_quant_type": "nf4"}
         quantization = BitsAndBytesConfig(**small, bnb_4bit_compute_dtype=getattr(torch, dtype))
         settings = {"quantization_config": quantization, "device_map": {"": device}}
+    config = load_config(path)
     try:
-        config = AutoConfig.from_pretrained(path)
         for name in vars(config):
             if name.endswith(("dropout", "pdrop", "dropout_prob")):  # the policy that is scored is the one that sampled
                 setattr(config, name, 0.0)
@@ -52,6 +52,13 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
         missing = sorted(info["missing_keys"])
         raise InputError(f"{path}: the checkpoint lacks {len(missing)} weights: {', '.join(missing[:3])}")
     return model if bits < 16 else model.to(device)
+
+
+def load_config(path: str):
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
 
 
 def check_positions(model, longest: int):

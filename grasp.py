@@ -59,6 +59,7 @@ from checkpoint import (
 )
 from command_line import InputError, first_line, option, parse_options, run, until_signal, write_file, write_lines
 from lamp_qa import describe, load_data, load_templates, stop_ids
+from view import write_run_page
 from watch import collapse, describe_rollout, summarize
 
 SAMPLE_ROWS = 4  # held-out rows whose rollouts are kept token by token
@@ -113,6 +114,7 @@ class GraspOptions:
     sample_steps: int = option(0, "steps between held-out rollouts that are kept token by token; 0: never", low=0)
     save_steps: int = option(200, "steps between checkpoints; 0: only the final model", low=0)
     save_limit: int = option(2, "how many checkpoints are kept, the newest; 0: all", low=0)
+    dry_run: bool = option(False, "only show what memory the run would need, and what would make it fit")
     resume: bool = option(False, "go on from the last checkpoint in --output-dir")
     log_with: str = option("", "a tracker that Accelerate knows: tensorboard, wandb, ...")
 
@@ -552,6 +554,8 @@ def train(options: GraspOptions) -> Path:
 
     Ctrl-C and SIGTERM finish the running step, save a checkpoint and end the process with the status that shells expect.
     """
+    from memory import forecast  # which runs the functions of this file itself
+
     check_parts(options)
     folder = Path(options.output_dir)
     if folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()) and not options.resume:
@@ -573,12 +577,16 @@ def train(options: GraspOptions) -> Path:
     say(*map(describe, account.values()), sep="\n")
     start, checkpoint = latest_checkpoint(folder, options, account) if options.resume else (0, None)
     if options.resume and (folder / "model").exists():
-        say(f"the run is finished: its model is in {folder / 'model'}")
+        say(f"the run is finished: its model is in {folder / 'model'}; for people: {write_run_page(folder)}")
         return folder / "model"
+    longest = [max(len(example[role]) for example in examples + held_out) for role in ("student", "teacher")]
+    needs = forecast(options, *longest, accelerator.device)
+    say(needs)
+    if options.dry_run:
+        return folder
     student = load_student(options, checkpoint, accelerator.device)
     teacher = load_teacher(options, student, checkpoint, accelerator.device)
-    longest = max(max(len(e["student"]), len(e["teacher"])) for e in examples + held_out)
-    check_positions(student, longest + options.max_new_tokens)
+    check_positions(student, max(longest) + options.max_new_tokens)
     stop = stop_ids(student, tokenizer)
     if options.gradient_checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
@@ -678,8 +686,9 @@ def train(options: GraspOptions) -> Path:
     if main:
         save(folder / "model", model_card(options, account, metrics))
         remove_old(folder, options, finished=True)
+        page = write_run_page(folder)
+        say(f"the trained model is in {folder / 'model'}; for people: {page}")
     accelerator.end_training()
-    say(f"the trained model is in {folder / 'model'}")
     return folder / "model"
 
 

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from checkpoint import add_adapter, trainable
+from checkpoint import add_adapter, load_config, trainable
+from command_line import first_line
 from grasp import SLICE, chunk_tokens, divergence_backward, pick, teaching, token_divergence
 
 CONTEXT = 2**29  # what a CUDA process takes besides its tensors: a rule of thumb
@@ -296,3 +297,17 @@ def available_memory(device) -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(machine, int(text)) if text.isdigit() else machine
+
+
+def forecast(options, longest_student: int, longest_teacher: int, device) -> str:
+    """What `grasp.py` shows before it starts: the table, and advice if the device is too small for the run."""
+    sizes = options, longest_student, longest_teacher, device.type
+    config, available = load_config(options.model), available_memory(device)
+    try:
+        parts = predict(config, *sizes)
+    except Exception as error:  # the models of a new family may not run without data; the run itself may well
+        return f"the memory it needs cannot be foretold for this model: {first_line(error)}"
+    lines = [as_table(parts, available)]
+    if peak(parts)[0] > available:
+        lines += ["it would fit with, one after the other:", *advice(config, *sizes, available)]
+    return "\n".join(lines)

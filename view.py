@@ -128,7 +128,7 @@ def read_run(folder: Path) -> dict:
                 of_step[row["id"]] = {"text": row["text"], "tokens": [as_list(token) for token in row["tokens"]]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: expected a file of a training run: {first_line(error)}") from error
-    steps = [{"step": step, "answers": [answers[step].get(name) for name in questions]} for step in sorted(answers)]
+    steps = [{"step": step, "answers": [of_step.get(name) for name in questions]} for step, of_step in answers.items()]
     return {"about": about, "metrics": metrics, "questions": list(questions.values()), "steps": steps}
 
 

@@ -68,7 +68,7 @@ def make_run(folder, steps=STEPS, held_out=True, rows=3, words=90):
                 teacher = student if same else student * math.exp(-nats)
                 token = {"id": i, "text": word, "divergence": nats, "student": student, "teacher": teacher}
                 tokens.append(token | {"favourite": word if same else " rye", "favourite_probability": max(teacher, 0.7)})
-            rubric = [{"aspect": f"Point {k} of this user", "reason": "They travel.", "evidence": "Post 2"} for k in (1, 2, 3)]
+            rubric = [{"aspect": f"{question} Point {k}", "reason": "They travel.", "evidence": "Post 2"} for k in (1, 2, 3)]
             posts = [f"Post {k}: I am away for most of the month, and bake when I am home." for k in range(10)]
             row = {"id": f"q{number}", "config": "Life", "question": question, "posts": posts, "rubric": rubric}
             made.append(row | {"text": "".join(token["text"] for token in tokens), "tokens": tokens})
@@ -239,7 +239,8 @@ def test_in_a_browser_slider_and_tokens_work_and_hostile_text_is_text(nasty):
       send(tokens()[2], "click"); found.click = text("tip");
       found.colours = tokens().map((node) => getComputedStyle(node).backgroundColor);
       at("question").value = 1; send(at("question"), "input");
-      found.asked = text("asked"); found.direction = getComputedStyle(at("asked")).direction;"""
+      found.asked = text("asked");
+      found.directions = [at("asked"), at("rubric").querySelector("strong")].map((node) => getComputedStyle(node).direction);"""
     found = browse(nasty / "index.html", probe, nasty)
     assert fits_and_asks_for_nothing(found)
     assert [step.split()[0] for step in found["steps"]] == ["0", "80", "120", "120", "80"]
@@ -252,7 +253,7 @@ def test_in_a_browser_slider_and_tokens_work_and_hostile_text_is_text(nasty):
     assert "the teacher wanted the same" in found["hover"] and found["focus"].count("nats") == 2 and " go" in found["click"]
     assert len(set(found["colours"])) > 2 and found["charts"] == found["marks"] == 12
     assert found["carry"].startswith("185 tokens at step 80") and "largest 19 (10 % of them)" in found["carry"]
-    assert found["asked"] == HEBREW and found["direction"] == "rtl"
+    assert found["asked"] == HEBREW and found["directions"] == ["rtl", "rtl"]
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")
