@@ -132,3 +132,6 @@ def run(main):
     except (InputError, OSError) as error:
         print(f"error: {first_line(error)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

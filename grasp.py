@@ -554,7 +554,7 @@ def train(options: GraspOptions) -> Path:
 
     Ctrl-C and SIGTERM finish the running step, save a checkpoint and end the process with the status that shells expect.
     """
-    from memory import forecast  # which runs the functions of this file itself
+    from memory import advising, forecast  # which runs the functions of this file itself
 
     check_parts(options)
     folder = Path(options.output_dir)
@@ -580,8 +580,7 @@ def train(options: GraspOptions) -> Path:
         say(f"the run is finished: its model is in {folder / 'model'}; for people: {write_run_page(folder)}")
         return folder / "model"
     longest = [max(len(example[role]) for example in examples + held_out) for role in ("student", "teacher")]
-    needs = forecast(options, *longest, accelerator.device)
-    say(needs)
+    say(forecast(options, *longest, accelerator.device))
     if options.dry_run:
         return folder
     student = load_student(options, checkpoint, accelerator.device)
@@ -635,7 +634,7 @@ def train(options: GraspOptions) -> Path:
         look(0)
     warned = set(collapse(metrics))
     bar = tqdm(range(start, total), initial=start, total=total, disable=not main)
-    with until_signal() as signals:
+    with until_signal() as signals, advising(options, *longest, accelerator.device):
         for step in bar:
             began = time.perf_counter()
             batch = batch_at(step, options.batch_size, len(examples), options.seed)
@@ -688,6 +687,7 @@ def train(options: GraspOptions) -> Path:
         remove_old(folder, options, finished=True)
         page = write_run_page(folder)
         say(f"the trained model is in {folder / 'model'}; for people: {page}")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return folder / "model"
 

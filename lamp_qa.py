@@ -449,9 +449,7 @@ def load_data(options, tokenizer, templates) -> tuple[list[dict], list[dict], di
         where = options.eval_dataset or options.dataset
         held_out, accounts["held_out"] = load_examples(options, where, options.eval_split, tokenizer, templates)
         if shared := {example["id"] for example in examples} & {example["id"] for example in held_out}:
-            raise InputError(
-                f"{where}: {len(shared)} held-out rows are training rows, {min(shared)!r} say; see --eval-dataset"
-            )
+            raise InputError(f"{where}: {len(shared)} held-out rows are training rows, {min(shared)!r} say; see --eval-dataset")
     return examples, held_out, accounts
 
 

@@ -5,6 +5,7 @@ counted from shapes. What comes and goes is counted by running the functions of 
 (torch's FakeTensorMode), so every model family is covered; what a kernel allocates inside itself is not seen.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -18,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from checkpoint import add_adapter, load_config, trainable
-from command_line import first_line
+from command_line import InputError, first_line
 from grasp import SLICE, chunk_tokens, divergence_backward, pick, teaching, token_divergence
 
 CONTEXT = 2**29  # what a CUDA process takes besides its tensors: a rule of thumb
@@ -79,9 +81,11 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
     with torch.device("meta"):
         student = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=options.dtype, **eager)
     head = student.get_output_embeddings()
-    layers = [module.weight for module in student.modules() if type(module) is nn.Linear and module is not head]
+    layers = [module for module in student.modules() if type(module) in (nn.Linear, Conv1D) and module is not head]
     whole = sum(tensor.nbytes for tensor in [*student.parameters(), *student.buffers()])
-    stored = {bits: whole - sum(w.nbytes - packed_bytes(w, bits) for w in layers) for bits in (16, 8, 4)}
+    stored = {bits: whole - sum(m.weight.nbytes - packed_bytes(m, bits) for m in layers) for bits in (16, 8, 4)}
+    unpacked = max((module.weight.nbytes for module in layers), default=0)  # of a layer in 8 or 4 bits, while it works
+    by_student, by_teacher = (unpacked if bits < 16 else 0 for bits in (options.base_bits, options.teacher_bits))
     if options.lora_rank:
         add_adapter(student, options.lora_rank, 0)
     with FakeTensorMode(), Tally() as tally:
@@ -92,8 +96,6 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
         gradients = sum(weight.nbytes for weight in weights)
         has_copy = options.teacher != "live" and not options.lora_rank
         states = [state_bytes(weight, options.optimizer) for weight in weights]
-        unpacked = max((weight.nbytes for weight in layers), default=0)  # of a layer in 8 or 4 bits, while it works
-        by_student, by_teacher = (unpacked if bits < 16 else 0 for bits in (options.base_bits, options.teacher_bits))
         cache, reading, sampling = rollout_bytes(tally, student, options, longest_student)
         scoring, kept, backward = scoring_bytes(tally, student, options, longest_student, longest_teacher)
         return {
@@ -126,13 +128,14 @@ def to_fake(model):
                 own[name] = made.get(id(tensor))
 
 
-def packed_bytes(weight, bits: int) -> int:
+def packed_bytes(module, bits: int) -> int:
     """Bytes of a linear layer's matrix as bitsandbytes stores it."""
-    if bits == 8:  # and a float32 scale for each row
-        return weight.numel() + 4 * weight.shape[0]
+    size, outputs = module.weight.numel(), module.nf if type(module) is Conv1D else module.out_features
+    if bits == 8:  # and a float32 scale for each output
+        return size + 4 * outputs
     if bits == 4:  # and a float32 scale for every 64 weights, and a table of 16 float32 values
-        return math.ceil(weight.numel() / 2) + 4 * math.ceil(weight.numel() / 64) + 16 * 4
-    return weight.nbytes
+        return math.ceil(size / 2) + 4 * math.ceil(size / 64) + 16 * 4
+    return module.weight.nbytes
 
 
 def pieces(weight) -> list[int]:
@@ -311,3 +314,15 @@ def forecast(options, longest_student: int, longest_teacher: int, device) -> str
     if peak(parts)[0] > available:
         lines += ["it would fit with, one after the other:", *advice(config, *sizes, available)]
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def advising(options, longest_student: int, longest_teacher: int, device):
+    """Within it, a device that runs out of memory ends in one line: the flags that would bring the peak down."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        config, sizes = load_config(options.model), (options, longest_student, longest_teacher, device.type)
+        room = min(available_memory(device), int(0.9 * peak(predict(config, *sizes))[0]))  # the forecast may have been too low
+        flags = "; ".join(advice(config, *sizes, room))
+        raise InputError(f"out of memory; go on with --resume and, one after the other: {flags}") from error

@@ -1,9 +1,11 @@
 """Rows, models and data sets made to do harm: text stays text, code is not run, and nothing of the machine is given away."""
 
+import importlib.util
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -605,7 +607,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run_on_resume(how, options, mark, tmp_p
     settings_ = dict(max_steps=2, save_steps=1)
     train(options(**settings_))
     shutil.rmtree(tmp_path / "out/model")
-    (last,) = {path.name: path for path in (tmp_path / "out").glob("checkpoint-2")}.values()
+    last = tmp_path / "out/checkpoint-2"
     state = {"state": {}, "param_groups": [Bomb(mark)]}
     if how == "torch.save":
         torch.save(state, last / "optimizer.pt")
@@ -613,7 +615,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run_on_resume(how, options, mark, tmp_p
         (last / "optimizer.pt").write_bytes(pickle.dumps(state))
     if (last / "files.json").exists():  # somebody who means harm also says that this is its size
         edit_json(last / "files.json", **{"optimizer.pt": (last / "optimizer.pt").stat().st_size})
-    assert "optimizer.pt" in refused(train, options(**settings_, resume=True))
+    assert "checkpoint-2" in refused(train, options(**settings_, resume=True))
 
 
 @pytest.mark.parametrize("kind", ["script", "script named by config", "pickle", "arrow with pickles beside"])
@@ -701,8 +703,11 @@ from grasp import GraspOptions, train
 from rtv import RtvOptions, filter_rows
 model, data, out = sys.argv[1:]
 small = dict(answer_format="text", max_new_tokens=4, dtype="float32")
-train(GraspOptions(model=model, dataset=data, output_dir=f"{out}/run", batch_size=2, max_steps=2, save_steps=1, eval_steps=1,
-                   eval_rows=2, prompts="prompts.yaml", **small))
+run = dict(model=model, dataset=data, batch_size=2, max_steps=2, save_steps=1, **small)
+train(GraspOptions(output_dir=f"{out}/run", eval_steps=1, eval_rows=2, sample_steps=1, prompts="prompts.yaml", **run))
+if ADAPTERS:
+    train(GraspOptions(output_dir=f"{out}/merged", lora_rank=2, **run))
+    train(GraspOptions(output_dir=f"{out}/adapter", lora_rank=2, merge_adapter=False, **run))
 asked = dict(dataset=data, judge="keywords", resamples=0, **small)
 evaluate(EvaluateOptions(model=f"{out}/run/model", split="validation", output_dir=f"{out}/results", **asked))
 filter_rows(RtvOptions(model=model, output=f"{out}/rtv/kept.jsonl", threshold=0.0, **asked))
@@ -711,7 +716,7 @@ filter_rows(RtvOptions(model=model, output=f"{out}/rtv/kept.jsonl", threshold=0.
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_no_key_and_no_path_of_the_home_folder_is_in_what_is_saved(absolute, tmp_path, model_folder, data_folder):
-    home = tmp_path / "home-of-zaphod"
+    home, adapters = tmp_path / "home-of-zaphod", importlib.util.find_spec("peft") is not None
     home.mkdir()
     model = Path(shutil.copytree(model_folder, home / "models/tiny-llama"))
     shutil.copytree(data_folder, home / "rows")
@@ -722,27 +727,30 @@ def test_no_key_and_no_path_of_the_home_folder_is_in_what_is_saved(absolute, tmp
     edit_json(model / "tokenizer_config.json", **named)
     before = [str(home) + "/" if absolute else "./"] * 3
     arguments = [start + name for start, name in zip(before, ("models/tiny-llama", "rows", "work"))]
-    command = [sys.executable, "-c", RUN.replace("ROOT", repr(str(ROOT))), *arguments]
+    command = [sys.executable, "-c", RUN.replace("ROOT", repr(str(ROOT))).replace("ADAPTERS", str(adapters)), *arguments]
     environment = {**os.environ, **SECRETS, "HOME": str(home)}
     ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     saved = {str(path.relative_to(home)): path.read_bytes() for path in (home / "work").rglob("*") if path.is_file()}
-    kinds = (
-        "model/config.json",
-        "model/README.md",
-        "model/tokenizer_config.json",
-        "model/model.safetensors",
-        "checkpoint-2/optimizer.pt",
-    )
-    assert all(f"work/run/{name}" in saved for name in kinds), sorted(saved)
-    assert {"work/results/summary.json", "work/results/index.html", "work/rtv/kept.jsonl", "work/rtv/rtv.json"} <= saved.keys()
+    expected = {f"run/model/{name}" for name in ("config.json", "tokenizer_config.json", "model.safetensors", "README.md")}
+    expected |= {
+        "run/checkpoint-2/optimizer.pt",
+        "run/rollouts/step-000001.json",
+        "run/best/model.safetensors",
+        "run/index.html",
+    }
+    expected |= {"results/summary.json", "results/index.html", "rtv/kept.jsonl", "rtv/rtv.json"}
+    assert {f"work/{name}" for name in expected} <= saved.keys()
     for name, content in saved.items():
         for variable, value in SECRETS.items():
             assert value.encode() not in content, (name, variable)
-        if "run/model" in name:
+        if re.search("/(model|best)/", name) and name != "work/adapter/model/adapter_config.json":
             assert b"zaphod" not in content and str(home).encode() not in content, name
+    if adapters:  # adapters alone are of no use without the model that they go on: its place, as it was given, and no other
+        settings_ = json.loads(saved["work/adapter/model/adapter_config.json"])
+        assert settings_.pop("base_model_name_or_path") == arguments[0] and "zaphod" not in json.dumps(settings_)
     # the search finds such things where they are: a folder that a run was given stands in the run's own settings
     assert absolute == (b"home-of-zaphod" in saved["work/run/options.yaml"])
     told = [name for name, content in saved.items() if b"home-of-zaphod" in content]
-    allowed = ("options.yaml", "data.json", "summary.json", "rtv.json", "index.html")
+    allowed = ("options.yaml", "data.json", "adapter_config.json", "summary.json", "rtv.json", "index.html")
     assert all(name.endswith(allowed) for name in told), told

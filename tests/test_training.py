@@ -340,3 +340,17 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_it(tmp_path, 
         checkpoint.save_model(folder, make_model(seed=1), tokenizer)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(folder).items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_dry_run_shows_what_memory_it_takes_and_writes_nothing(options, tmp_path, capsys):
+    train(options(dry_run=True))
+    printed = capsys.readouterr().out
+    assert "| student weights |" in printed and "it fits in" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_of_memory_is_one_line_that_names_the_flags_that_help(options, monkeypatch):
+    monkeypatch.setattr(grasp, "score", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(InputError, match="out of memory; .*--") as error:
+        train(options(gradient_checkpointing=False, micro_batch_tokens=4096, generation_batch_size=32))
+    assert "\n" not in str(error.value)

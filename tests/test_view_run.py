@@ -34,7 +34,14 @@ def make_run(folder, steps=STEPS, held_out=True, rows=3, words=90):
     for step in range(0, 121):
         down = 0.3 + 0.7 * math.exp(-step / 40)
         noise = lambda: draw.lognormvariate(0, 0.1)  # noqa: E731
-        names = {"loss": 0.6, "divergence_p50": 0.05, "divergence_p95": 2.9, "divergence_p99": 6.1, "entropy": 2.2}
+        names = {
+            "loss": 0.6,
+            "divergence_p50": 0.05,
+            "divergence_p95": 2.9,
+            "divergence_p99": 6.1,
+            "entropy": 2.2,
+            "top_share": 0.3,
+        }
         figures = {name: value * down * noise() for name, value in names.items()}
         figures |= {
             "agreement": 1 - 0.4 * down,
@@ -251,8 +258,12 @@ def test_in_a_browser_slider_and_tokens_work_and_hostile_text_is_text(nasty):
         found["hover"].startswith(NASTY) and "2.5 nats" in found["hover"] and "student 25 %, teacher 1.25 %" in found["hover"]
     )
     assert "the teacher wanted the same" in found["hover"] and found["focus"].count("nats") == 2 and " go" in found["click"]
-    assert len(set(found["colours"])) > 2 and found["charts"] == found["marks"] == 12
-    assert found["carry"].startswith("185 tokens at step 80") and "largest 19 (10 % of them)" in found["carry"]
+    assert len(set(found["colours"])) > 2 and found["charts"] == found["marks"] == 13
+    assert (
+        found["carry"].startswith("185 tokens at step 80")
+        and "the largest 1 (1 % of them)" in found["carry"]
+        and "the largest 18 (10 % of them)" in found["carry"]
+    )
     assert found["asked"] == HEBREW and found["directions"] == ["rtl", "rtl"]
 
 
