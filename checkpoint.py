@@ -39,13 +39,10 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
         settings = {"quantization_config": quantization, "device_map": {"": device}}
     config = load_config(path)
     try:
-        for name in vars(config):
-            if name.endswith(("dropout", "pdrop", "dropout_prob")):  # the policy that is scored is the one that sampled
-                setattr(config, name, 0.0)
         # sdpa has no soft-capping of attention logits (Gemma-2), and leaves it out without a word
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
         settings |= dict(config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True)
-        model, info = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **settings, output_loading_info=True)
     except Exception as error:
         raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
     if info["missing_keys"]:
@@ -55,10 +52,15 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
 
 
 def load_config(path: str):
+    """The model's config, without dropout: the policy that is scored has to be the one that sampled."""
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # unset, it asks, and a piped "yes" runs code
     except Exception as error:
         raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
+    for name in vars(config):
+        if name.endswith(("dropout", "pdrop", "dropout_prob")):
+            setattr(config, name, 0.0)
+    return config
 
 
 def check_positions(model, longest: int):
@@ -70,13 +72,14 @@ def check_positions(model, longest: int):
 
 def load_tokenizer(path: str):
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
         raise InputError(f"{path}: cannot load the tokenizer: {first_line(error)}") from error
 
 
 def adapter_settings(rank: int):
     """LoRA (arXiv 2106.09685) on every linear layer but the head; updates are scaled by alpha / rank = 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it misses 4-bit kernels
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -90,6 +93,9 @@ def add_adapter(model, rank: int, seed: int):
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
+    for module in model.modules():  # on some CPUs a first use in eval mode repacks 4-bit weights, which loses the gradient
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)
@@ -186,12 +192,14 @@ def remove_old(folder: Path, options, finished: bool = False):
 
 def load_checkpoint(checkpoint: Path, model, optimizer):
     """Put a checkpoint's optimizer state, and of LoRA its adapters, into a fresh model and optimizer."""
-    if (checkpoint / ADAPTER).exists():
-        stored, weights = load_file(checkpoint / ADAPTER), trainable(model)
-        for name, weight in weights.items():
-            weight.data.copy_(stored[name])
-    state = torch.load(checkpoint / "optimizer.pt", map_location=model.device, weights_only=True)
-    optimizer.load_state_dict(state)
+    try:
+        if (checkpoint / ADAPTER).exists():
+            stored, weights = load_file(checkpoint / ADAPTER), trainable(model)
+            for name, weight in weights.items():
+                weight.data.copy_(stored[name])
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=model.device, weights_only=True))
+    except Exception as error:  # torch's own words would advise to unpickle it
+        raise InputError(f"{checkpoint}: is no checkpoint of this run: {type(error).__name__}") from error
 
 
 def changes(before: dict, now: dict, free) -> str:
@@ -216,10 +224,10 @@ def latest_checkpoint(folder: Path, options, account: dict) -> tuple[int, Path |
         raise InputError(f"{folder}: cannot be resumed with other settings: {changed}")
     found = checkpoints(folder)
     whole = [(step, path) for step, path in found if is_whole(path)]
-    for path in [path for one, path in found if (one, path) not in whole] + sorted(folder.glob("checkpoint-*.tmp")):
-        print(f"{path} is not whole and is passed over", file=sys.stderr)
     if found and not whole:
         raise InputError(f"{folder}: none of its {len(found)} checkpoints is whole; start again in another --output-dir")
+    for path in [path for one, path in found if (one, path) not in whole] + sorted(folder.glob("checkpoint-*.tmp")):
+        print(f"{path} is not whole and is passed over", file=sys.stderr)
     return max(whole, default=(0, None))
 
 

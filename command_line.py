@@ -25,6 +25,11 @@ def first_line(error) -> str:
     return (lines or [type(error).__name__])[0]
 
 
+def listed(ids: list[str], count: int) -> str:
+    """The first ids for a terminal: on one line, of bounded length and without control characters, whatever they are."""
+    return ", ".join(repr(name[:60])[1:-1] for name in ids[:count])
+
+
 def option(default, help, low=None, high=None, choices=None, section=None):
     """A dataclass field with what --help and the checks need."""
     return dataclasses.field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices, section=section))

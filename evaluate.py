@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from checkpoint import check_positions
-from command_line import InputError, option, parse_options, run, write_file
+from command_line import InputError, listed, option, parse_options, run, write_file
 from grasp import load_model, load_tokenizer, sample_completions, seed_for
 from judges import grade, load_judge
 from lamp_qa import (
@@ -278,7 +278,7 @@ def evaluate(options: EvaluateOptions) -> dict:
         rows = {name: row for name, row in rows.items() if name in given}
         account["used"] = len(rows)
         unknown = account["unknown_ids"]
-        strange = f", {len(unknown)} of them to unknown ids ({', '.join(unknown[:5])})" if unknown else ""
+        strange = f", {len(unknown)} of them to unknown ids ({listed(unknown, 5)})" if unknown else ""
         say(f"{options.responses}: {len(given)} answers{strange}")
     say(describe(account))
     if not rows:

@@ -255,15 +255,14 @@ def completion_hidden(model, prompts, completions):
     """
     sequences = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions)]
     width = max(map(len, sequences))
-    ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences])  # (B, T), padded right: positions count from 0
-    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences])
+    # (B, T), padded right: positions count from 0, and no token attends to what comes after it, so that no mask is needed
+    ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences], device=model.device)
     places = [  # of the predicting positions, in the flattened batch
         row * width + position
         for row, (prompt, sequence) in enumerate(zip(prompts, sequences))
         for position in range(len(prompt) - 1, len(sequence))
     ]
-    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), "use_cache": False}
-    hidden = model.base_model(**inputs).last_hidden_state  # (B, T, H)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H)
     return hidden.flatten(0, 1)[torch.tensor(places, device=hidden.device)]
 
 

@@ -171,7 +171,7 @@ def server_judge(url: str, options, templates: dict):
 
 def ask_server(url: str, headers: dict, model: str, messages: list[dict]) -> tuple[dict | None, str]:
     """One call: (grade or None, why the server gave no reply or ""). An unreadable reply is asked for again, 0.1 hotter."""
-    marker = r"<(?=[|/]|start_of|end_of|s>)|\[(?=/?INST)"  # a server would read chat markers in an answer as its own
+    marker = r"<(?=[|/｜]|start_of|end_of|s>|think)|\[(?=/?INST|\|)"  # a server would read chat markers in an answer as its own
     messages = [{**message, "content": re.sub(marker, r"\g<0> ", message["content"])} for message in messages]
     unreadable = breaks = 0
     while unreadable < TRIES and breaks < BREAKS:

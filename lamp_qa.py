@@ -17,7 +17,7 @@ import torch
 import yaml
 from transformers import AutoModel, AutoTokenizer
 
-from command_line import InputError, first_line
+from command_line import InputError, first_line, listed
 
 CONFIGS = ("Art_and_Entertainment", "Lifestyle_and_Personal_Development", "Society_and_Culture")
 LEAK_RUN = 5  # this many words in a row, and not fewer, count as recited
@@ -303,7 +303,13 @@ def encode_chat(tokenizer, messages: list[dict]) -> list[int]:
 
 def render(tokenizer, messages: list[dict], answer_begins: bool = True) -> str:
     # enable_thinking (Qwen3 and others) and thinking (Granite, DeepSeek): whichever the template knows
-    settings = {"enable_thinking": False, "thinking": False, "add_generation_prompt": answer_begins}
+    # and the same date every day (Llama-3.2): a prompt must not change under a run
+    settings = {
+        "enable_thinking": False,
+        "thinking": False,
+        "date_string": "26 Jul 2024",
+        "add_generation_prompt": answer_begins,
+    }
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     except Exception as error:  # a template is a program: it can refuse, or fail in any way
@@ -456,8 +462,3 @@ def load_data(options, tokenizer, templates) -> tuple[list[dict], list[dict], di
 def describe(account: dict) -> str:
     reasons = "".join(f"; left out, {why}: {len(ids)} ({listed(ids, 5)})" for why, ids in account["left_out"].items())
     return f"{account['dataset']}, {account['split']}: {account['rows']} rows, {account['used']} used{reasons}"
-
-
-def listed(ids: list[str], count: int) -> str:
-    """The first ids for a terminal: on one line, of bounded length and without control characters, whatever they are."""
-    return ", ".join(repr(name[:60])[1:-1] for name in ids[:count])

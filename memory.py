@@ -8,6 +8,7 @@ counted from shapes. What comes and goes is counted by running the functions of 
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import math
 import os
 import weakref
@@ -95,13 +96,14 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
             weight.grad = torch.zeros_like(weight)
         gradients = sum(weight.nbytes for weight in weights)
         has_copy = options.teacher != "live" and not options.lora_rank
-        states = [state_bytes(weight, options.optimizer) for weight in weights]
+        in_8_bit = options.optimizer != "adamw" and max(size for weight in weights for size in pieces(weight)) >= 4096
+        tables = 2 * 256 * 4 if in_8_bit else 0  # what an 8-bit number of the optimizer's state stands for
         cache, reading, sampling = rollout_bytes(tally, student, options, longest_student)
         scoring, kept, backward = scoring_bytes(tally, student, options, longest_student, longest_teacher)
         return {
             "student weights": stored[options.base_bits] + (gradients if options.lora_rank else 0),
             "teacher": stored[options.teacher_bits] if has_copy else 0,
-            "optimizer state": sum(states) + (2 * 256 * 4 if "8bit" in options.optimizer else 0),  # two tables of 8-bit values
+            "optimizer state": sum(state_bytes(weight, options.optimizer) for weight in weights) + tables,
             "CUDA context": CONTEXT if device_type == "cuda" else 0,
             "gradients": gradients,
             "rollout cache": cache,
@@ -197,14 +199,15 @@ def scoring_bytes(tally, model, options, longest_student: int, longest_teacher: 
 
     def hidden(prompt):
         length = min(width, prompt + options.max_new_tokens) - 1  # the last token is not fed
-        states = model.base_model(**inputs(rows, length), use_cache=False).last_hidden_state.flatten(0, 1)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         return states[torch.zeros(rows * min(length, options.max_new_tokens), dtype=torch.long)]  # (N, H)
 
     with teaching(model.eval(), options):
         scoring = tally.during(lambda: hidden(longest_teacher))[2]
     model.train()
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     states, kept, forward = tally.during(lambda: hidden(longest_student))
     backward = tally.during(lambda: states.backward(torch.zeros_like(states)))[2]
     return (
@@ -265,31 +268,37 @@ def advice(config, options, longest_student: int, longest_teacher: int, device_t
     lines, longest = [], max(longest_student, longest_teacher) + options.max_new_tokens
     total, phase = peak(predict(config, options, longest_student, longest_teacher, device_type))
     while total > available:
-        changes = [{"micro_batch_tokens": longest}] if options.micro_batch_tokens > longest else []
-        changes += [{"generation_batch_size": max(1, options.generation_batch_size // 4)}, {"gradient_checkpointing": True}]
-        if options.teacher == "frozen" and not options.lora_rank:
-            changes += [{"teacher_bits": 4}]
-        changes += [{"optimizer": "adamw_8bit"}] if options.optimizer == "adamw" else []
-        if options.teacher != "ema":
-            changes += [{"lora_rank": options.lora_rank or 16, "teacher_bits": 16}]
-        changes += [{"base_bits": 4}] if options.lora_rank else []
-        for change in changes:
+        for change in cures(options, phase, longest):
             tried = dataclasses.replace(options, **change)
             if tried == options:
                 continue
             after = peak(predict(config, tried, longest_student, longest_teacher, device_type))
             if after[0] < total:
-                flags = [
-                    f"--{name.replace('_', '-')} {str(value).lower()}"
-                    for name, value in change.items()
-                    if getattr(options, name) != value
-                ]
-                lines.append(f"{' '.join(flags)}: {gb(after[0])}, {after[1]}")
+                new = {name: value for name, value in change.items() if getattr(options, name) != value}
+                flags = " ".join(f"--{name.replace('_', '-')} {str(value).lower()}" for name, value in new.items())
+                lines.append(f"{flags}: {gb(after[0])}, {after[1]}")
                 options, (total, phase) = tried, after
                 break
         else:
             return [*lines, f"even so it does not fit: {gb(total - available)} are missing, {phase}"]
     return [*lines, f"so it fits in {gb(available)}"] if lines else []
+
+
+def cures(options, phase: str, longest: int):
+    """Changes of options that may help if the peak is in this phase."""
+    if phase in ("reading the prompts", "sampling"):
+        yield {"generation_batch_size": max(1, options.generation_batch_size // 4)}
+    else:
+        yield {"micro_batch_tokens": min(options.micro_batch_tokens, longest)}
+        yield {"gradient_checkpointing": True}
+    if options.teacher == "frozen" and not options.lora_rank:
+        yield {"teacher_bits": 4}
+    if options.optimizer == "adamw":
+        yield {"optimizer": "adamw_8bit"}
+    if options.teacher != "ema" and importlib.util.find_spec("peft"):
+        yield {"lora_rank": options.lora_rank or 16, "teacher_bits": 16}
+    if options.lora_rank:
+        yield {"base_bits": 4}
 
 
 def available_memory(device) -> int:

@@ -98,7 +98,7 @@ def revision(path: str) -> str:
     """What pins a model down: a hash of a local folder's weights, or the hub's commit."""
     if not Path(path).is_dir():
         try:
-            return str(getattr(AutoConfig.from_pretrained(path), "_commit_hash", None))
+            return str(getattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "_commit_hash", None))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: no such folder or model: {first_line(error)}") from error
     content = hashlib.sha256()

@@ -11,7 +11,7 @@ shaded by its divergence, and the curves. They are `view.html` and `view_run.htm
 import json
 from pathlib import Path
 
-from command_line import InputError, first_line, read_yaml, run, write_file
+from command_line import InputError, first_line, listed, read_yaml, run, write_file
 
 
 def as_table(summary: dict) -> str:
@@ -33,7 +33,7 @@ def as_table(summary: dict) -> str:
         if c["other_judge"] not in ("", summary["judge"]):
             lines.append(f"  that run was graded by {c['other_judge']}: the difference is also one between judges")
         for word in ("gained", "lost"):
-            lines += [f"  {word}: {name}, {theirs:.3f} to {our:.3f}" for name, theirs, our in c[word]]
+            lines += [f"  {word}: {listed([name], 1)}, {theirs:.3f} to {our:.3f}" for name, theirs, our in c[word]]
     return "\n".join(lines)
 
 
@@ -52,10 +52,11 @@ def as_sweep(report: dict, scores: dict, grades: dict, rows: dict) -> str:
         for name in names:
             best = map(max, zip(*grades[name]))
             missed = [aspect["aspect"] for aspect, grade in zip(rows[name]["rubric_aspects"], best) if grade < 2]
-            lines.append(f"  {scores[name]:.3f} {name}: {rows[name]['question']}; missed: {', '.join(missed) or 'nothing'}")
+            asked = f"{listed([name], 1)}: {listed([rows[name]['question']], 1)}"
+            lines.append(f"  {scores[name]:.3f} {asked}; missed: {listed(missed, 9) or 'nothing'}")
     lines.append(f"\nempty answers: {report['empty_answers']}; share that recites the rubric: {report['leaks']:.3f}")
     if unjudged := report["unjudged"]:
-        lines.append(f"unjudged, the next run asks again: {len(unjudged)} ({', '.join(unjudged[:5])})")
+        lines.append(f"unjudged, the next run asks again: {len(unjudged)} ({listed(unjudged, 5)})")
     return "\n".join(lines)
 
 
@@ -111,7 +112,7 @@ def read_run(folder: Path) -> dict:
     questions, answers, path = {}, {}, folder / "options.yaml"
     try:
         options = read_yaml(str(path))
-        about = {name: options[name] for name in ("divergence", "learning_rate", "batch_size", "seed")}
+        about = {name: options[name] for name in ("divergence", "privileged", "learning_rate", "batch_size", "seed")}
         about |= {"model": no_folder(options["model"]), "parts": []}
         path = folder / "data.json"
         account = json.loads(path.read_text("utf-8"))

@@ -14,6 +14,7 @@ CPU, the allocator's on CUDA. Ratios are to the better of TRL's rows, column by 
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -75,6 +76,10 @@ SIDES = {
 }
 
 
+def has_trl() -> bool:
+    return importlib.util.find_spec("trl") is not None
+
+
 def random_model(size: str, folder: Path):
     """Write a Qwen2 chat model of one of the SIZES with random weights, and a tokenizer made from the demo's rows."""
     import tokenizers
@@ -128,13 +133,18 @@ def batches(args) -> tuple[list[dict], list[list[dict]]]:
     return examples, [[examples[i] for i in batch] for batch in rows]
 
 
+def micro_batch_tokens(examples, rows: int, new_tokens: int) -> int:
+    """The budget within which this many of the longest rows go through together."""
+    return rows * (max(len(example[kind]) for example in examples for kind in ("student", "teacher")) + new_tokens)
+
+
 # --- A side's process -------------------------------------------------------------------------------------------------
 
 
 def turns(new_tokens: int):
     """What a side's process needs: start() waits for the word and starts the clock, rollout(f) is f with its time kept apart
     and its completions' lengths checked, stop() writes [rollout seconds, other seconds, peak GB]."""
-    clock = {}
+    clock = {"rollout": 0.0}
 
     def now():
         if CUDA:
@@ -169,9 +179,8 @@ def turns(new_tokens: int):
 
 def grasp_side(args, optimizer: str, folder: str):
     """Run `grasp.train`, a step at a time: whatever its loop does in a step counts."""
-    longest = max(len(example[kind]) for example in batches(args)[0] for kind in ("student", "teacher")) + args.new_tokens
-    micro_batch_tokens = args.micro_batch * longest
-    options = grasp_options(args, optimizer=optimizer, output_dir=folder, micro_batch_tokens=micro_batch_tokens)
+    budget = micro_batch_tokens(batches(args)[0], args.micro_batch, args.new_tokens)
+    options = grasp_options(args, optimizer=optimizer, output_dir=folder, micro_batch_tokens=budget)
     start, rollout, stop = turns(args.new_tokens)
     next_batch = grasp.batch_at
 
@@ -276,29 +285,35 @@ def training_flops(config, steps, new_tokens: int) -> float:
     return total / len(steps)
 
 
-def take_turns(args, sides) -> dict[str, list[list[float]]]:
-    """Per side, one [rollout seconds, other seconds, peak GB] a round. Raises RuntimeError with the end of a side's errors."""
-    running, found = {}, {side: [] for side in sides}
+def take_turns(args, sides) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """Per side, one [rollout seconds, other seconds, peak GB] a round; and why a side failed, out of memory say."""
+    running, found, failed = {}, {side: [] for side in sides}, {}
     with tempfile.TemporaryDirectory() as folder:
+        for side in sides:
+            command = [sys.executable, __file__, *args.argv, "--side", side]
+            with open(Path(folder) / side, "w") as log:
+                running[side] = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace"
+                )
         try:
-            for side in sides:
-                command = [sys.executable, __file__, *args.argv, "--side", side]
-                output = dict(stdout=subprocess.PIPE, stderr=open(Path(folder) / f"{len(running)}.log", "w"))  # noqa: SIM115
-                running[side] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **output)
             for number in range(args.rounds + 1):
-                for place, (side, process) in enumerate(running.items()):
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-                    line = next((line for line in iter(process.stdout.readline, "") if line.startswith(MARK)), None)
+                for side in [side for side in sides if side not in failed]:
+                    with contextlib.suppress(BrokenPipeError):  # it is dead; its output ends without a figure
+                        running[side].stdin.write("\n")
+                        running[side].stdin.flush()
+                    line = next((line for line in iter(running[side].stdout.readline, "") if line.startswith(MARK)), None)
                     if line is None:
-                        raise RuntimeError(f"{side} failed:\n{(Path(folder) / f'{place}.log').read_text()[-3000:]}")
-                    if number:
+                        lines = (Path(folder) / side).read_text(errors="replace").strip().splitlines()
+                        failed[side] = lines[-1] if lines else "no reason given"
+                        del found[side]
+                    elif number:
                         found[side].append(json.loads(line[len(MARK) :]))
         finally:
             for process in running.values():
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
                 process.wait()
-    return found
+    return found, failed
 
 
 def table(found: dict, tokens: int, flops: float, peak_tflops: float) -> str:
@@ -343,10 +358,10 @@ def main():
             random_model(args.random, Path(folder))
             args.model = folder
             args.argv += ["--model", folder]
-        sides = [side for side in args.sides if not side.startswith("TRL") or importlib.util.find_spec("trl")]
+        sides = [side for side in args.sides if has_trl() or not side.startswith("TRL")]
         config = AutoConfig.from_pretrained(args.model)
         examples, steps = batches(args)
-        found = take_turns(args, sides)
+        found, failed = take_turns(args, sides)
     device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {torch.get_num_threads()} threads"
     peak = args.peak_tflops or (next((t for name, t in PEAK_TFLOPS.items() if name in device), 0) if CUDA else 0)
     counted = steps[1:-1]
@@ -360,6 +375,9 @@ def main():
     print(table(found, args.batch_size * args.new_tokens, training_flops(config, counted, args.new_tokens), peak))
     if len(sides) < len(args.sides):
         print("\nTRL is not installed: its rows are left out")
+    for side, reason in failed.items():
+        print(f"\n{side}: not measured, {reason}")
+    sys.exit(not found)
 
 
 if __name__ == "__main__":

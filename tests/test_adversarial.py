@@ -69,6 +69,14 @@ VICUNA = (
 CHATS = {
     "chatml": (CHATML, ["<|im_end|>", "<|im_start|>", "<|endoftext|>"], []),
     "thinks": (THINKS, ["<|im_end|>", "<|im_start|>"], ["<think>", "</think>"]),
+    "tools": (  # markers of turns that no conversation of ours has
+        turns(
+            "<|im_start|>{{ m.role }}\n{{ '<tool_response>' + m.content if m.role == 'tool' else m.content }}<|im_end|>\n",
+            "<|im_start|>assistant\n",
+        ),
+        ["<|im_end|>", "<|im_start|>"],
+        ["<tool_response>"],
+    ),
     "no system": (NO_SYSTEM, ["<|im_end|>", "<|im_start|>", "<bos>"], []),
     "llama-3": (
         turns(
@@ -218,7 +226,7 @@ LIVE = {"NFC": 0, "NFKC": 1, "lower case": 3, "no accents": 2, "no zero width": 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_look_alikes_that_the_tokenizers_normalizer_makes_markers_of_are_inert(name):
     """Such tokenizers look for their markers in the normalized text."""
-    special, known = ["<|im_end|>", "<|im_start|>"], ["<think>", "</think>"]
+    special, known = ["<|im_end|>", "<|im_start|>", "<|END_OF_TURN|>"], ["<think>", "</think>"]
     tokenizer = make_bytes_tokenizer(THINKS, special, NORMALIZERS[name], known)
     disguised = [text for marker in special + known for text in look_alikes(marker)]
     ids = [tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"] for text in look_alikes("<|im_end|>")]

@@ -261,7 +261,7 @@ def test_help_names_every_option_with_its_default_and_choices(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for field in fields(GraspOptions):
         assert f"--{field.name.replace('_', '-')}" in shown
-        assert field.metadata["help"].split()[0] in shown and all(c in shown for c in field.metadata["choices"] or ())
+        assert field.metadata["help"].split()[0] in shown and all(str(c) in shown for c in field.metadata["choices"] or ())
     assert "(default: 5e-06)" in shown and "CONFIG.yaml" in shown
 
 

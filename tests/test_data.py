@@ -267,6 +267,7 @@ def test_the_account_adds_up_and_is_told(tmp_path):
     path = str(write_rows(tmp_path / "a.jsonl", rows))
     examples, account = load_examples(options, path, "train", TOKENIZER, TEMPLATES)
     left_out = {"no aspects to show the teacher": ["q1"]}
+    assert len(account.pop("hash")) == 16
     assert account == {"dataset": path, "split": "train", "rows": 6, "used": 5, "left_out": left_out}
     assert all(word in describe(account) for word in (path, "6 rows", "5 used", "no aspects to show the teacher: 1 (q1)"))
 

@@ -1,7 +1,6 @@
 """memory.py: what is counted from shapes equals the bytes really there; peaks follow what decides them; advice helps."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -124,7 +123,7 @@ def test_what_a_student_keeps_for_the_backward_pass_is_counted_as_autograd_count
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=torch.zeros(1, 40 + 8 - 1, dtype=torch.long), use_cache=False)
     expected = bytes_of(tensor for place, tensor in kept.items() if place not in weights)
-    assert predict(config, options, 40, 50, "cpu")["activations"] == pytest.approx(expected, rel=0.05)
+    assert predict(config, options, 40, 50, "cpu")["activations"] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -163,21 +162,25 @@ def test_the_table_shows_every_part_the_peak_and_whether_it_fits():
     assert phase in table.splitlines()[-1] and "it fits" in table and "more than" in as_table(parts, total - 1)
 
 
-def test_advice_is_a_chain_of_flags_that_ends_where_it_fits():
-    options, where = GraspOptions(**SMALL | dict(micro_batch_tokens=4000), gradient_checkpointing=False), (40, 50, "cpu")
-    config = config_of(vocab_size=2000)
-    enough = peak(predict(config, dataclasses.replace(options, lora_rank=16), *where))[0]
-    lines = advice(config, options, *where, enough)
-    assert lines[-1].startswith("so it fits") and len(lines) > 2
-    changed = {}
-    for line in lines[:-1]:  # each line's flags, taken together with those before it, give the peak that it names
-        changed |= {name.replace("-", "_"): value for name, value in re.findall(r"--(\S+) ([^\s:]+)", line)}
-        typed = {name: value == "true" if value in ("true", "false") else value for name, value in changed.items()}
-        typed = {name: int(value) if str(value).isdigit() and value is not True else value for name, value in typed.items()}
-        after = peak(predict(config, dataclasses.replace(options, **typed), *where))[0]
-        assert memory.gb(after) in line
-    assert after <= enough < peak(predict(config, options, *where))[0]
-    assert advice(config, options, *where, 10**12) == []
+def test_advice_is_a_chain_of_flags_least_painful_first_that_ends_where_it_fits():
+    where, config = (40, 50, "cpu"), config_of(vocab_size=2000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    first = options = GraspOptions(**SMALL | dict(micro_batch_tokens=4000), gradient_checkpointing=False)
+    peaks = [peak(predict(config, options, *where))[0]]
+    for change in (dict(micro_batch_tokens=58), dict(gradient_checkpointing=True), dict(teacher_bits=4)):
+        options = dataclasses.replace(options, **change)
+        peaks.append(peak(predict(config, options, *where))[0])
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    lines = advice(config, first, *where, peaks[-1])
+    flags = ["--micro-batch-tokens 58", "--gradient-checkpointing true", "--teacher-bits 4"]
+    assert [line.split(":")[0] for line in lines] == [*flags, f"so it fits in {memory.gb(peaks[-1])}"]
+    assert all(memory.gb(size) in line for size, line in zip(peaks[1:], lines))
+    assert len(advice(config, first, *where, peaks[1])) == 2 and advice(config, first, *where, peaks[0]) == []
+
+
+def test_advice_makes_rollouts_smaller_if_the_peak_is_there():
+    options = GraspOptions(**SMALL | dict(micro_batch_tokens=1, batch_size=64, generation_batch_size=64))
+    lines = advice(config_of(), options, 900, 50, "cpu", 200 * 2**20)
+    assert lines[0].startswith("--generation-batch-size 16: ")
 
 
 def test_advice_says_what_is_missing_if_nothing_helps():

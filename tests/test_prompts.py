@@ -260,3 +260,11 @@ def test_what_stands_in_the_students_prompt_is_no_leak():
     assert leaks(answer, BLOCK, "My question: should I move?")
     assert not leaks(answer, BLOCK, "My question: is THE COST of hiring a van too high?")
     assert leaks(answer, BLOCK, "My question: is the cost of hiring too high?")
+
+
+def test_templates_that_ask_for_the_date_get_the_same_one_every_day():
+    """Else a run that is resumed the next day would see other prompts."""
+    ask = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"  # as in Llama-3.2
+    dated = ask + "{{ date_string }} " + CHATML
+    ids = encode_chat(make_tokenizer(dated), [{"role": "user", "content": "Q"}])
+    assert make_tokenizer(dated).decode(ids).startswith("26 Jul 2024 ")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -86,6 +87,36 @@ def test_lora_trains_the_adapters_alone_on_a_base_of_any_bits_and_saves_a_whole_
     before = AutoModelForCausalLM.from_pretrained(model_folder, dtype=model.dtype)
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before.get_parameter(name))}
     assert changed == {name for name, _ in model.named_parameters() if "proj" in name}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gradients_pass_through_a_base_of_few_bits_also_after_rollouts(bits, options, tmp_path):
+    """Against the same base with its weights written out in bfloat16."""
+    make_model("llama", hidden_size=64, intermediate_size=128, initializer_range=0.1).save_pretrained(tmp_path / "model")
+    settings = options(model=str(tmp_path / "model"), lora_rank=4, base_bits=bits)
+    small, plain = load_student(settings, None, "cpu"), load_student(dataclasses.replace(settings, base_bits=16), None, "cpu")
+    for name, module in small.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            weight, state = module.weight, getattr(module, "state", None)
+            if bits == 4:
+                weight = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+            else:
+                weight = (
+                    weight.data.float() * (module.weight.SCB if module.weight.SCB is not None else state.SCB)[:, None] / 127
+                )
+            plain.get_submodule(name).weight.data.copy_(weight)
+    examples = [{"student": list(range(5, 40)), "teacher": list(range(3, 60))}]
+    with torch.no_grad():
+        for pair in zip(trainable(small).values(), trainable(plain).values()):
+            noise = 0.1 * torch.randn_like(pair[0])
+            for weight in pair:
+                weight.add_(noise)
+    for model in (small, plain):
+        grasp.sample_completions(model, [examples[0]["student"]], [0], 4, [1])  # in eval mode, without gradient
+        grasp.score(model, model, examples, [[7, 8, 9, 10]], 4, settings)
+    for (name, weight), other in zip(trainable(small).items(), trainable(plain).values()):
+        similar = torch.nn.functional.cosine_similarity(weight.grad.flatten(), other.grad.flatten(), dim=0)
+        assert similar > 0.95 and other.grad.norm() > 0, (name, similar)
 
 
 def test_merged_and_unmerged_adapters_give_the_same_model(options, tmp_path):

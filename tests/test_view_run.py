@@ -26,8 +26,10 @@ STEPS = (0, 40, 80, 120)
 def make_run(folder, steps=STEPS, held_out=True, rows=3, words=90):
     """A run as grasp.py leaves it: divergences fall with the steps, and most of their sum is in few tokens."""
     (folder / "rollouts").mkdir(parents=True)
-    options = dict(model="/home/somebody/models/SmolLM2", divergence="reverse_kl", learning_rate=1e-4, batch_size=8, seed=0)
-    (folder / "options.yaml").write_text(yaml.safe_dump(options | {"output_dir": str(folder)}), "utf-8")
+    options = dict(model="/home/somebody/models/SmolLM2", divergence="reverse_kl", privileged="aspects", learning_rate=1e-4)
+    (folder / "options.yaml").write_text(
+        yaml.safe_dump(options | {"batch_size": 8, "seed": 0, "output_dir": str(folder)}), "utf-8"
+    )
     part = {"dataset": "/home/somebody/rows", "split": "train", "rows": 204, "used": 203, "left_out": {"too long": ["q7"]}}
     (folder / "data.json").write_text(json.dumps({"train": part, "held_out": part | {"split": "validation"}, "hash": "ab12"}))
     draw, lines = random.Random(0), []
@@ -214,7 +216,7 @@ def browse(page, probe, folder):
         command = [BROWSER, *flags.split(), f"file://{folder}/frame.html"]
         dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     found = re.search('<pre id="found">(.*?)</pre>', dom, re.S)[1]
-    return json.loads(found.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    return json.loads(found.replace("&nbsp;", " ").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 def fits_and_asks_for_nothing(found):
