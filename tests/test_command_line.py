@@ -199,7 +199,7 @@ WRONG = {
         ["run.yaml", "--resume"],
         ["out", "seed was 3, is 0", "learning_rate was 1.0"],
     ),
-    "resume from a broken checkpoint": (checkpoint, ["run.yaml", "--resume"], ["optimizer.pt"]),
+    "resume from a broken checkpoint": (checkpoint, ["run.yaml", "--resume"], ["none of its 1 checkpoints is whole"]),
     "unknown tracker": (None, ["run.yaml", "--log-with", "paper"], ["paper"]),
 }
 

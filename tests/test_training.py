@@ -8,13 +8,16 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import make_model, make_tokenizer, toy_rows, write_rows
+from conftest import ROOT, make_model, make_tokenizer, toy_rows, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import command_line
+import evaluate
 import grasp
 import lamp_qa
+import rtv
 from command_line import InputError
 from grasp import batch_at, train
 
@@ -354,3 +357,13 @@ def test_out_of_memory_is_one_line_that_names_the_flags_that_help(options, monke
     with pytest.raises(InputError, match="out of memory; .*--") as error:
         train(options(gradient_checkpointing=False, micro_batch_tokens=4096, generation_batch_size=32))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_one_of_its_script(path):
+    kinds = {"rtv": rtv.RtvOptions, "evaluate": evaluate.EvaluateOptions}
+    kind = next((kind for name, kind in kinds.items() if name in path.stem), grasp.GraspOptions)
+    options = command_line.parse_options(kind, [str(path)])
+    if kind is grasp.GraspOptions:
+        grasp.check_parts(options)
+        assert options.model and options.dataset and options.output_dir
