@@ -1,5 +1,6 @@
 """Models from and to disk: loading, checkpoints that are whole or not there, and what a run leaves beside them."""
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -276,6 +277,12 @@ Data: {Path(train["dataset"]).name}, split {train["split"]}, {train["used"]} of 
 def describe_model(model) -> str:
     trained = sum(weight.numel() for weight in trainable(model).values())
     return f"{model.config.model_type} with {trained / 1e6:.1f} M weights to train, in {model.dtype}"
+
+
+def return_memory(device):
+    """Give back what is free: glibc keeps freed pieces between others, and a long run on the CPU would slowly grow."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def peak_memory_gb(device) -> float:

@@ -52,6 +52,7 @@ from checkpoint import (
     peak_memory_gb,
     read_metrics,
     remove_old,
+    return_memory,
     save_model,
     switch_adapters,
     trainable,
@@ -662,6 +663,7 @@ def train(options: GraspOptions) -> Path:
             if options.teacher == "ema":
                 follow(teacher, student, options.ema_decay, seed_for(options.seed, step, "teacher"))
 
+            return_memory(accelerator.device)
             figures = summarize(per_row, completions, mine, stop, tokenizer)
             seconds = time.perf_counter() - began
             figures |= {"grad_norm": norm.item(), "learning_rate": rate, "tokens_per_second": num_tokens / seconds}
