@@ -54,6 +54,7 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
 
 def load_config(path: str):
     """The model's config, without dropout: the policy that is scored has to be the one that sampled."""
+    check_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # unset, it asks, and a piped "yes" runs code
     except Exception as error:
@@ -71,7 +72,14 @@ def check_positions(model, longest: int):
         raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}; lower --max-prompt-tokens")
 
 
+def check_path(path: str):
+    """Raises InputError for a folder that is not there, rather than looking for a mistyped one on the hub for a minute."""
+    if not Path(path).exists() and Path(path).parent != Path(".") and Path(path).parent.is_dir():
+        raise InputError(f"{path}: no such folder")
+
+
 def load_tokenizer(path: str):
+    check_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:

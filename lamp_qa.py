@@ -68,12 +68,16 @@ def read_rows(dataset: str, split: str, config: str = ""):
             for end in (".json", ".jsonl")
             if (file := folder / f"{split}{end}").is_file()
         ]
-        found = [(file, name) for file, name in found if config in ("", name) or not name]
-        for file, name in found:
+        of_config = [(file, name) for file, name in found if config in ("", name) or not name]
+        for file, name in of_config:
             yield from read_file(file, name)
-        if found:
+        if of_config:
             return
-    elif dataset.endswith((".json", ".jsonl")) or dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
+        if not found and (
+            there := sorted(file.name for folder, _ in folders for end in ("json", "jsonl") for file in folder.glob(f"*.{end}"))
+        ):
+            raise InputError(f"{dataset}: has no split {split!r}: expected {split}.jsonl or .json, found {listed(there, 5)}")
+    elif dataset.endswith((".json", ".jsonl")) or dataset.startswith((".", "/", "~")) or dataset.strip("/").count("/") != 1:
         raise InputError(f"{dataset}: no such file or folder (and not of the form OWNER/NAME, a data set on the hub)")
     for name in [config] if config else CONFIGS:  # the hub, or a folder in one of its own layouts (parquet, ...)
         try:

@@ -393,3 +393,9 @@ def test_posts_of_equal_nearness_keep_their_order(encoder):
 def test_a_missing_encoder_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="nowhere"):
         rank_profiles(rows_with_many_posts(1, 2), str(tmp_path / "nowhere"))
+
+
+def test_a_folder_without_the_split_is_told_apart_from_the_hub(tmp_path):
+    write_rows(tmp_path / "train.jsonl", toy_rows(1))
+    with pytest.raises(InputError, match="has no split 'validation': expected validation.jsonl or .json, found train.jsonl"):
+        load_rows(str(tmp_path), "validation")

@@ -181,3 +181,9 @@ def test_options_that_do_not_go_together_are_one_line(settings, message, options
     with pytest.raises(InputError, match=message):
         train(options(**settings))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path):
+    for load in (grasp.load_tokenizer, lambda path: grasp.load_model(path, "float32")):
+        with pytest.raises(InputError, match="modle: no such folder"):
+            load(str(tmp_path / "modle"))
