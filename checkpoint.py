@@ -18,6 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from command_line import InputError, first_line, read_yaml
 
+# bitsandbytes misses 4-bit kernels on import, and in 8 bit tells of a cast at every matrix product
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 # options that may differ when a run is resumed: they change where, how fast and how often, not what comes out
 FREE = {"resume", "dry_run", "save_steps", "save_limit", "sample_steps", "log_with", "output_dir", "merge_adapter"}
 FREE |= {"generation_batch_size", "micro_batch_tokens", "gradient_checkpointing"}
@@ -34,7 +37,6 @@ def load_model(path: str, dtype: str, device="cpu", bits: int = 16):
     """
     settings = {}
     if bits < 16:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit tells of a cast at every matrix product
         small = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4, "bnb_4bit_quant_type": "nf4"}
         quantization = BitsAndBytesConfig(**small, bnb_4bit_compute_dtype=getattr(torch, dtype))
         settings = {"quantization_config": quantization, "device_map": {"": device}}
@@ -88,7 +90,6 @@ def load_tokenizer(path: str):
 
 def adapter_settings(rank: int):
     """LoRA (arXiv 2106.09685) on every linear layer but the head; updates are scaled by alpha / rank = 2."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it misses 4-bit kernels
     try:
         from peft import LoraConfig
     except ImportError as error:

@@ -21,7 +21,6 @@ Data and prompts are in `lamp_qa.py`. To try a variant, change `token_divergence
 import contextlib
 import dataclasses
 import json
-import logging
 import math
 import random
 import signal
@@ -395,7 +394,6 @@ def build_optimizer(model, options: GraspOptions):
     while `update` works on them: so any optimizer can round stochastically, and no float32 copy of the model exists.
     Returns (optimizer, [(weight, slice of the flattened weight, stand-in)]).
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it misses 4-bit kernels that nobody asked for
     import bitsandbytes as bnb
 
     slices, groups = [], {True: [], False: []}

@@ -1,12 +1,15 @@
 """Tiny random-weight models of many families, small tokenizers and a toy data set, made once: no test needs a network."""
 
 import atexit
+import html
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -205,3 +208,16 @@ def kill_and_continue(main, options, kills, signals=(signal.SIGKILL,), seed=7):
     process.join()
     assert process.exitcode == 0
     return moments
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def found_by_browser(page):
+    """Open a page from disk in headless Chromium; returns the text that its scripts left in <pre id="found">."""
+    with tempfile.TemporaryDirectory() as profile:
+        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        flags += f" --disable-component-update --disable-sync --virtual-time-budget=5000 --user-data-dir={profile} --dump-dom"
+        command = [BROWSER, *flags.split(), f"file://{page}"]
+        dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    return html.unescape(re.search('<pre id="found">(.*?)</pre>', dom, re.S)[1])

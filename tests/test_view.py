@@ -3,11 +3,9 @@
 import json
 import re
 import shutil
-import subprocess
-import tempfile
 
 import pytest
-from conftest import toy_rows, write_rows
+from conftest import BROWSER, found_by_browser, toy_rows, write_rows
 
 from command_line import InputError
 from evaluate import EvaluateOptions, evaluate
@@ -15,7 +13,6 @@ from view import main, write_page
 
 NASTY = "<b>bold</b>\n</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"> &amp;"
 HEBREW = "שלום עולם, tea first."
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +100,7 @@ window.addEventListener("load", () => {
 def test_in_a_browser_filters_work_and_hostile_text_is_text(results):
     page = (results / "ours" / "index.html").read_text("utf-8").replace("</body>", PROBE)
     (results / "probe.html").write_text(page, "utf-8")
-    with tempfile.TemporaryDirectory() as profile:
-        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-        flags += f" --disable-component-update --disable-sync --virtual-time-budget=5000 --user-data-dir={profile} --dump-dom"
-        command = [BROWSER, *flags.split(), f"file://{results}/probe.html"]
-        dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    found = re.search('<pre id="found">(.*?)</pre>', dom, re.S)[1]
-    found = json.loads(found.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    found = json.loads(found_by_browser(results / "probe.html"))
     assert found["title"] == "Coverage of rubric aspects" and found["images"] == 0 and found["bold"] == 0
     assert found["nasty"] == NASTY and found["other"] == "Nothing much."
     assert found["hebrew"] == HEBREW and found["direction"] == "rtl"

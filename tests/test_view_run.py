@@ -4,13 +4,11 @@ import json
 import math
 import random
 import re
-import shutil
 import socket
-import subprocess
-import tempfile
 
 import pytest
 import yaml
+from conftest import BROWSER, found_by_browser
 
 from command_line import InputError
 from view import main, write_run_page
@@ -19,7 +17,6 @@ SERVER = socket.create_server(("127.0.0.1", 0))  # whoever loads something that 
 PICTURE = f"<img src=http://127.0.0.1:{SERVER.getsockname()[1]}/ onerror=\"document.title='owned'\">"
 NASTY = f"<b>bold</b></script><script>document.title = 'owned'</script>{PICTURE} &amp; {{question}} \ud800"
 HEBREW = "מה כדאי לקרוא השבוע?"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = (0, 40, 80, 120)
 
 
@@ -210,13 +207,7 @@ def browse(page, probe, folder):
     addEventListener("message", (event) => (document.getElementById("found").textContent = event.data));</script>"""
     (folder / "probe.html").write_text(page.read_text("utf-8").replace("</body>", script), "utf-8")
     (folder / "frame.html").write_text(frame, "utf-8")
-    with tempfile.TemporaryDirectory() as profile:
-        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-        flags += f" --disable-component-update --disable-sync --virtual-time-budget=5000 --user-data-dir={profile} --dump-dom"
-        command = [BROWSER, *flags.split(), f"file://{folder}/frame.html"]
-        dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    found = re.search('<pre id="found">(.*?)</pre>', dom, re.S)[1]
-    return json.loads(found.replace("&nbsp;", " ").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    return json.loads(found_by_browser(folder / "frame.html").replace("\xa0", " "))
 
 
 def fits_and_asks_for_nothing(found):
