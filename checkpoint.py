@@ -21,6 +21,11 @@ from command_line import InputError, first_line, read_yaml
 # bitsandbytes misses 4-bit kernels on import, and in 8 bit tells of a cast at every matrix product
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
+# on a CPU, torch's libraries keep kernels of 1,024 shapes, in two caches: with lengths that vary, memory would grow for
+# hundreds of steps; read at the first product. A shape pays off within a pass, whose layers share it
+for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(name, "64")
+
 # options that may differ when a run is resumed: they change where, how fast and how often, not what comes out
 FREE = {"resume", "dry_run", "save_steps", "save_limit", "sample_steps", "log_with", "output_dir", "merge_adapter"}
 FREE |= {"generation_batch_size", "micro_batch_tokens", "gradient_checkpointing"}
