@@ -143,6 +143,9 @@ def no_folder(path: str) -> str:
 
 
 def main(argv: list[str]):
+    if argv in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     if len(argv) != 1 or argv[0].startswith("-"):
         raise InputError("usage: python view.py FOLDER, the results of evaluate.py or a run of grasp.py")
     folder = Path(argv[0])

@@ -8,6 +8,7 @@ minutes and nothing here uses it), reads the file with transformers and saves it
     python demo/model.py            # writes demo/model/, about 270 MB; does nothing if it is there
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -51,4 +52,5 @@ def fetch(folder: Path = FOLDER) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(fetch())

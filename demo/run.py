@@ -56,8 +56,8 @@ def report(name, texts, lengths, examples, reverse_kl=None) -> dict:
 
 def main(argv):
     began = time.perf_counter()
-    model.fetch()
     options = parse_options(GraspOptions, [str(HERE.parent / "configs" / "demo.yaml"), *argv])
+    model.fetch()
     tokenizer, templates = load_tokenizer(options.model), load_templates(options.prompts)
     test, _ = load_examples(options, options.dataset, "test", tokenizer, templates)
     student = load_model(str(train(options)), options.dtype).eval()

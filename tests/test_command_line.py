@@ -10,6 +10,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -33,16 +36,19 @@ def place(tmp_path, model_folder, monkeypatch):
     return tmp_path
 
 
-def grasp(*argv):
-    """`python grasp.py ARGV` in this process; returns its exit status."""
-    kept, sys.argv = sys.argv, ["grasp.py", *map(str, argv)]
+def script(name, *argv):
+    """`python NAME ARGV` in this process; returns its exit status."""
+    kept, sys.argv = sys.argv, [name, *map(str, argv)]
     try:
-        runpy.run_path(str(ROOT / "grasp.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / name), run_name="__main__")
         return 0
     except SystemExit as end:
-        return end.code
+        return end.code or 0
     finally:
         sys.argv = kept
+
+
+grasp = partial(script, "grasp.py")
 
 
 def contents(folder):
@@ -263,6 +269,24 @@ def test_help_names_every_option_with_its_default_and_choices(capsys):
         assert f"--{field.name.replace('_', '-')}" in shown
         assert field.metadata["help"].split()[0] in shown and all(str(c) in shown for c in field.metadata["choices"] or ())
     assert "(default: 5e-06)" in shown and "CONFIG.yaml" in shown
+
+
+def forbidden(*args):
+    raise AssertionError("the model was fetched")
+
+
+@pytest.mark.parametrize("argv, status, words", [(["--help"], 0, "--max-new-tokens"), (["--sede", "3"], 2, "'seed'")])
+def test_the_demo_reads_its_options_before_it_fetches_the_model(argv, status, words, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "model", SimpleNamespace(fetch=forbidden))  # what demo/run.py imports
+    assert script("demo/run.py", *argv) == status
+    assert words in "".join(capfd.readouterr())
+
+
+def test_help_on_the_demos_model_fetches_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", forbidden)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert script("demo/model.py", "--help") == 0
+    assert "python demo/model.py" in capsys.readouterr().out
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------

@@ -63,8 +63,14 @@ def test_the_other_run_may_be_gone(results, tmp_path):
     assert '"other": null' in write_page(tmp_path / "ours").read_text("utf-8")
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_says_how_to_use_it(flag, capsys):
+    main([flag])
+    assert "python view.py results/mine" in capsys.readouterr().out
+
+
 def test_a_folder_without_results_is_one_line(tmp_path):
-    for argv in ([str(tmp_path)], [], ["--help"]):
+    for argv in ([str(tmp_path)], [], ["--hlep"]):
         with pytest.raises(InputError) as error:
             main(argv)
         assert "\n" not in str(error.value)
