@@ -81,12 +81,15 @@ def check_positions(model, longest: int):
 
 def check_path(path: str):
     """Raises InputError for a folder that is not there, rather than looking for a mistyped one on the hub for a minute."""
-    if not Path(path).exists() and Path(path).parent != Path(".") and Path(path).parent.is_dir():
+    no_id = path.startswith((".", "/", "~")) or path.count("/") > 1  # the hub's are NAME or OWNER/NAME
+    if not Path(path).exists() and (no_id or "/" in path and Path(path).parent.is_dir()):
         raise InputError(f"{path}: no such folder")
 
 
 def load_tokenizer(path: str):
     check_path(path)
+    if not Path(path).exists():  # a tokenizer is loaded first of a model; with the network down, this takes a minute
+        print(f"no folder {path} here: looking for it on the hub", file=sys.stderr)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:

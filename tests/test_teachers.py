@@ -187,3 +187,10 @@ def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path):
     for load in (grasp.load_tokenizer, lambda path: grasp.load_model(path, "float32")):
         with pytest.raises(InputError, match="modle: no such folder"):
             load(str(tmp_path / "modle"))
+
+
+def test_what_is_looked_for_on_the_hub_is_said_before(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="mine/model: cannot load the tokenizer"):
+        grasp.load_tokenizer("mine/model")
+    assert capsys.readouterr().err == "no folder mine/model here: looking for it on the hub\n"
