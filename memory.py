@@ -317,6 +317,8 @@ def forecast(options, longest_student: int, longest_teacher: int, device) -> str
     config, available = load_config(options.model), available_memory(device)
     try:
         parts = predict(config, *sizes)
+    except InputError:  # the run itself would fail on it, too
+        raise
     except Exception as error:  # the models of a new family may not run without data; the run itself may well
         return f"the memory it needs cannot be foretold for this model: {first_line(error)}"
     lines = [as_table(parts, available)]

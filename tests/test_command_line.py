@@ -223,6 +223,13 @@ def test_wrong_input_ends_in_one_line_and_status_2_and_changes_no_file(name, pla
     assert contents(place) == before
 
 
+def test_a_missing_package_is_told_once(place, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    assert grasp("run.yaml", "--lora-rank", "2") == 2
+    printed = capfd.readouterr()
+    assert printed.err == "error: --lora-rank needs the package peft: pip install peft\n" and "peft" not in printed.out
+
+
 def real(place, *argv, **settings):
     command = [sys.executable, str(ROOT / "grasp.py"), *argv]
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, **settings)
