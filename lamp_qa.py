@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import string
+import sys
 from pathlib import Path
 
 import datasets
@@ -79,6 +80,8 @@ def read_rows(dataset: str, split: str, config: str = ""):
             raise InputError(f"{dataset}: has no split {split!r}: expected {split}.jsonl or .json, found {listed(there, 5)}")
     elif dataset.endswith((".json", ".jsonl")) or dataset.startswith((".", "/", "~")) or dataset.strip("/").count("/") != 1:
         raise InputError(f"{dataset}: no such file or folder (and not of the form OWNER/NAME, a data set on the hub)")
+    if not path.exists():
+        print(f"no file or folder {dataset} here: looking for its split {split} on the hub", file=sys.stderr)
     for name in [config] if config else CONFIGS:  # the hub, or a folder in one of its own layouts (parquet, ...)
         try:
             part = datasets.load_dataset(dataset, name, split=split)
@@ -401,7 +404,7 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
 
     Raises InputError if more than `options.max_dropped` of the rows cannot be used. Nothing is ever truncated.
     """
-    examples, dropped = [], {}
+    examples, dropped, cures = [], {}, {}
     for row in rows:
         prompt = student_messages(row, templates, options.answer_format, options.num_contexts)
         privileged = privileged_block(row, templates, options.privileged)
@@ -417,20 +420,24 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
         }
         longest = max(len(example["student"]), len(example["teacher"]))
         if not privileged:
-            dropped.setdefault(f"no {options.privileged} to show the teacher", []).append(row["id"])
+            reason = f"no {options.privileged.replace('both', 'aspects or narrative')} to show the teacher"
+            cure = "add them to the data, or choose another --privileged"
         elif in_profile(row, options.num_contexts):
-            dropped.setdefault("privileged text in the profile", []).append(row["id"])
+            reason, cure = "privileged text in the profile", "take it out of either, or lower --num-contexts"
         elif longest > options.max_prompt_tokens:
-            dropped.setdefault(f"prompt over {options.max_prompt_tokens} tokens", []).append(row["id"])
+            reason = f"prompt over {options.max_prompt_tokens} tokens"
+            cure = "raise --max-prompt-tokens, or lower --num-contexts"
         else:
             examples.append(example)
+            continue
+        dropped.setdefault(reason, []).append(row["id"])
+        cures[reason] = cure
     left_out = len(rows) - len(examples)
     if not examples or left_out > options.max_dropped * len(rows):
-        reasons = "; ".join(f"{reason}: {len(ids)} ({listed(ids, 3)}, ...)" for reason, ids in dropped.items())
-        raise InputError(
-            f"{left_out} of {len(rows)} rows cannot be used, more than --max-dropped {options.max_dropped} allows: {reasons}. "
-            "Raise --max-prompt-tokens or lower --num-contexts for long rows, mend the data, or raise --max-dropped"
-        )
+        faults = [f"{why}: {len(ids)} ({listed(ids, 3)}): {cures[why]}" for why, ids in dropped.items()]
+        faults += ["or raise --max-dropped"] * bool(examples)
+        allowed = f"more than --max-dropped {options.max_dropped} allows"
+        raise InputError(f"{left_out} of {len(rows)} rows cannot be used, {allowed}: {'; '.join(faults)}")
     return examples, dropped
 
 

@@ -260,6 +260,27 @@ def test_too_many_rows_left_out_is_an_error_that_says_why_and_what_to_change():
         examples_of(rows, max_prompt_tokens=5, max_dropped=1.0)
 
 
+LONG, TOLD = {"text": "tea " * 200}, "My sister wants to sell the old house by the sea."
+
+
+@pytest.mark.parametrize(
+    "change, cure, others",
+    [
+        (dict(rubric_aspects=[]), "--privileged", ["--num-contexts", "--max-prompt-tokens"]),
+        (dict(narrative=TOLD, profile=[{"text": TOLD}]), "--num-contexts", ["--privileged", "--max-prompt-tokens"]),
+        (dict(profile=[LONG]), "--max-prompt-tokens", ["--privileged", "the data"]),
+    ],
+)
+def test_the_advice_on_rows_left_out_fits_the_reason(change, cure, others):
+    rows = toy_rows(4)
+    rows[1] |= change
+    for some, allowed in ((rows, True), (rows[1:2], False)):  # where no row is left, a larger --max-dropped does not help
+        with pytest.raises(InputError, match="rows cannot be used") as error:
+            examples_of(some, max_dropped=0.1, max_prompt_tokens=500)
+        assert cure in str(error.value) and not any(word in str(error.value) for word in others)
+        assert str(error.value).endswith("; or raise --max-dropped") == allowed
+
+
 def test_the_account_adds_up_and_is_told(tmp_path):
     rows = toy_rows(6)
     rows[1]["rubric_aspects"] = []
