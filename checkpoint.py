@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from command_line import InputError, first_line, read_yaml
+from sharding import tensors
 
 # bitsandbytes misses 4-bit kernels on import, and in 8 bit tells of a cast at every matrix product
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -146,34 +147,48 @@ def with_adapter(base, adapted, rank: int, merge: bool):
 # --- Folders that are whole or not there ------------------------------------------------------------------------------
 
 
-def save_model(folder: Path, model, tokenizer, optimizer=None, teacher=None, card: str = ""):
+def save_model(folder: Path, model, tokenizer, optimizer=None, teacher=None, card: str = "", accelerator=None):
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load; a checkpoint if an optimizer is given.
 
     A checkpoint holds what a run needs to go on: the trained weights (of LoRA only the adapters), the optimizer's state, and
     the teacher's weights if it moves. All is written beside its place and then renamed, with a list of the files and their
-    sizes, which tells a whole checkpoint from a torn one. Raises InputError if it cannot be written, a full disk say.
+    sizes, which tells a whole checkpoint from a torn one. Where processes split the model, each calls this, with `accelerator`
+    and the weights gathered, and writes its part of the optimizer's state; the first one writes all else. Raises InputError
+    if it cannot be written, a full disk say.
     """
     beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    main = not accelerator or accelerator.is_main_process
     try:
-        if optimizer and len(trainable(model)) < len(list(model.parameters())):
-            beside.mkdir(parents=True)
-            save_file({name: weight.detach().contiguous() for name, weight in trainable(model).items()}, beside / ADAPTER)
-        else:
-            model.save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
-        if optimizer:
-            torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+        if main:
+            shutil.rmtree(beside, ignore_errors=True)
+            if optimizer and len(trainable(model)) < len(list(model.parameters())):
+                beside.mkdir(parents=True)
+                save_file({name: weight.detach().contiguous() for name, weight in trainable(model).items()}, beside / ADAPTER)
+            else:
+                model.save_pretrained(beside, state_dict=tensors(model))
+                tokenizer.save_pretrained(beside)
             if teacher:
-                teacher.save_pretrained(beside / "teacher")
+                teacher.save_pretrained(beside / "teacher", state_dict=tensors(teacher))
+            if card:
+                (beside / "README.md").write_text(card, encoding="utf-8")
+        if accelerator:
+            accelerator.wait_for_everyone()
+        if optimizer:
+            torch.save(optimizer.state_dict(), beside / optimizer_file(accelerator))
+        if accelerator:
+            accelerator.wait_for_everyone()
+        if main and optimizer:
             (beside / FILES).write_text(json.dumps(sizes(beside)))
-        if card:
-            (beside / "README.md").write_text(card, encoding="utf-8")
     except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError, by who was writing
         shutil.rmtree(beside, ignore_errors=True)
         raise InputError(f"{folder}: cannot be written: {first_line(error)}") from error
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(beside, folder)
+    if main:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(beside, folder)
+
+
+def optimizer_file(accelerator=None) -> str:
+    return f"optimizer-{accelerator.process_index}-of-{accelerator.num_processes}.pt" if accelerator else "optimizer.pt"
 
 
 ADAPTER, FILES = "adapter.safetensors", "files.json"  # in a checkpoint
@@ -208,14 +223,17 @@ def remove_old(folder: Path, options, finished: bool = False):
             shutil.rmtree(path)
 
 
-def load_checkpoint(checkpoint: Path, model, optimizer):
-    """Put a checkpoint's optimizer state, and of LoRA its adapters, into a fresh model and optimizer."""
+def load_checkpoint(checkpoint: Path, model, optimizer, accelerator=None):
+    """Put a checkpoint's optimizer state, and of LoRA its adapters, into a fresh model and optimizer; see `save_model`."""
+    path = checkpoint / optimizer_file(accelerator)
+    if accelerator and not path.exists():
+        raise InputError(f"{checkpoint}: another number of processes split this model; go on with as many")
     try:
         if (checkpoint / ADAPTER).exists():
             stored, weights = load_file(checkpoint / ADAPTER), trainable(model)
             for name, weight in weights.items():
                 weight.data.copy_(stored[name])
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=model.device, weights_only=True))
+        optimizer.load_state_dict(torch.load(path, map_location=model.device, weights_only=True))
     except Exception as error:  # torch's own words would advise to unpickle it
         raise InputError(f"{checkpoint}: is no checkpoint of this run: {type(error).__name__}") from error
 

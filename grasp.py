@@ -59,6 +59,7 @@ from checkpoint import (
 )
 from command_line import InputError, first_line, option, parse_options, run, until_signal, write_file, write_lines
 from lamp_qa import describe, load_data, load_templates, stop_ids
+from sharding import add_up_gradients, clip_gradients, launched_to_split, local, split, whole, whole_first
 from view import write_run_page
 from watch import collapse, describe_rollout, summarize
 
@@ -107,6 +108,7 @@ class GraspOptions:
     epochs: int = option(1, "passes over the data", low=1)
     max_steps: int = option(0, "optimizer steps, instead of epochs; 0: by epochs", low=0)
     micro_batch_tokens: int = option(8192, "rows x longest row of a forward and backward pass; at least one row", low=1)
+    shard: bool = option(False, "several processes split the decoder layers between them (torch's fully_shard, as ZeRO-3)")
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     seed: int = option(0, "of data order, rollouts and rounding", low=0)
     eval_steps: int = option(0, "steps between measurements on held-out rows; 0: never", low=0, section="Run")
@@ -131,6 +133,8 @@ def check_parts(options: GraspOptions):
         )
     if options.base_bits < 16 and not options.lora_rank:
         raise InputError("--base-bits needs --lora-rank: weights of 8 or 4 bits cannot be trained themselves")
+    if options.shard and options.base_bits < 16:
+        raise InputError("--shard goes with weights of 16 bits; with --base-bits each process holds them whole")
     if options.teacher == "ema" and options.lora_rank:
         raise InputError("--teacher ema goes with training all weights, not with --lora-rank")
 
@@ -139,8 +143,10 @@ def load_student(options: GraspOptions, checkpoint, device):
     """The student to go on from `checkpoint`, or from the initial weights: all of them are trained, or adapters on them."""
     if options.lora_rank:
         base = load_model(options.model, options.dtype, device, options.base_bits)
-        return add_adapter(base, options.lora_rank, seed_for(options.seed, "adapter")).train()
-    return load_model(str(checkpoint or options.model), options.dtype, device).train()
+        student = add_adapter(base, options.lora_rank, seed_for(options.seed, "adapter"))
+    else:
+        student = load_model(str(checkpoint or options.model), options.dtype, device)
+    return (split(student, device.type) if options.shard else student).train()
 
 
 def load_teacher(options: GraspOptions, student, checkpoint, device):
@@ -152,7 +158,8 @@ def load_teacher(options: GraspOptions, student, checkpoint, device):
     if options.teacher == "live" or options.lora_rank:
         return student
     path = checkpoint / "teacher" if checkpoint and options.teacher == "ema" else options.model
-    return load_model(str(path), options.dtype, device, options.teacher_bits).eval().requires_grad_(False)
+    teacher = load_model(str(path), options.dtype, device, options.teacher_bits).eval().requires_grad_(False)
+    return split(teacher, device.type) if options.shard and options.teacher_bits == 16 else teacher
 
 
 @contextlib.contextmanager
@@ -388,20 +395,17 @@ SLICE = 2**22  # weights updated at a time; the float32 copy of no more than the
 
 
 def build_optimizer(model, options: GraspOptions):
-    """AdamW over the model's weights, and the slices through which bfloat16 weights are updated (none for float32).
+    """AdamW over the model's weights, and the slices through which `update` shows them to it.
 
-    For a bfloat16 model the optimizer holds float32 stand-ins, one for each slice of each weight, which are empty except
-    while `update` works on them: so any optimizer can round stochastically, and no float32 copy of the model exists.
-    Returns (optimizer, [(weight, slice of the flattened weight, stand-in)]).
+    The optimizer holds float32 stand-ins, one for each slice of each weight, which are empty except while `update` works on
+    them: so any optimizer can round stochastically, no float32 copy of a bfloat16 model exists, and a weight that processes
+    split is here what this one holds. Returns (optimizer, [(weight, slice of the flattened weight, stand-in)]).
     """
     import bitsandbytes as bnb
 
     slices, groups = [], {True: [], False: []}
-    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
-        if weight.dtype == torch.float32:
-            groups[weight.ndim > 1].append(weight)
-            continue
-        for start in range(0, weight.numel(), SLICE):
+    for weight in whole_first(weight for weight in model.parameters() if weight.requires_grad):
+        for start in range(0, local(weight.data).numel(), SLICE):
             stand_in = nn.Parameter(torch.empty(0, dtype=torch.float32, device=weight.device))
             slices.append((weight, slice(start, start + SLICE), stand_in))
             groups[weight.ndim > 1].append(stand_in)
@@ -421,18 +425,15 @@ def update(optimizer, slices, learning_rate: float, seed: int):
     """One optimizer step at this learning rate; gradients are freed. `seed` is that of the rounding."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if not slices:
-        optimizer.step()
-        optimizer.zero_grad()
-        return
     generator = torch.Generator(slices[0][0].device).manual_seed(seed)
     for weight, part, stand_in in slices:  # the other stand-ins have no gradient, so each step updates this one alone
         if weight.grad is None:
             continue
-        stored = weight.data.view(-1)[part]
-        stand_in.data, stand_in.grad = stored.float(), weight.grad.reshape(-1)[part].float()
-        optimizer.step()
-        stochastic_round_(stored, stand_in.data, generator)
+        stored = local(weight.data).view(-1)[part]
+        stand_in.data, stand_in.grad = stored.float(), local(weight.grad).reshape(-1)[part].float()
+        optimizer.step()  # of float32 weights the stand-in is the slice itself, not a copy
+        if stored.dtype != torch.float32:
+            stochastic_round_(stored, stand_in.data, generator)
         stand_in.data, stand_in.grad = torch.empty(0, device=weight.device), None
     for weight, _, _ in slices:
         weight.grad = None
@@ -458,7 +459,8 @@ def stochastic_round_(target, values, generator):
 def follow(teacher, student, decay: float, seed: int):
     """Move an averaging teacher: decay * teacher + (1 - decay) * student; bfloat16 is rounded stochastically here, too."""
     generator = torch.Generator(next(student.parameters()).device).manual_seed(seed)
-    for old, new in zip(teacher.parameters(), student.parameters()):
+    for old, new in zip(whole_first(teacher.parameters()), whole_first(student.parameters())):
+        old, new = local(old), local(new)
         for start in range(0, old.numel(), SLICE):
             part = slice(start, start + SLICE)
             stored = old.view(-1)[part]
@@ -477,14 +479,20 @@ def learning_rate_at(step: int, total: int, options: GraspOptions) -> float:
 # --- The loop ---------------------------------------------------------------------------------------------------------
 
 
-def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows of similar length together, so that rows x longest stays within `budget` tokens; a longer row stands alone."""
+def micro_batches(lengths: list[int], budget: int, least: int = 1) -> list[list[int]]:
+    """Rows of similar length together, so that rows x longest stays within `budget` tokens; a longer row stands alone.
+
+    There are at least `least` of them, if there are as many rows.
+    """
     batches = []
     for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[row] <= budget:
             batches[-1].append(row)
         else:
             batches.append([row])
+    while len(batches) < min(least, len(lengths)):
+        largest = max(batches, key=len)
+        batches.append([largest.pop() for _ in range(len(largest) // 2)])
     return batches
 
 
@@ -496,7 +504,10 @@ def score(student, teacher, examples, completions, num_tokens, options) -> list[
     """
     per_row = [None] * len(examples)
     lengths = [max(len(e["student"]), len(e["teacher"])) + len(c) for e, c in zip(examples, completions)]
-    for rows in micro_batches(lengths, options.micro_batch_tokens):
+    batches = micro_batches(lengths, options.micro_batch_tokens)
+    if options.shard and torch.is_grad_enabled():  # processes gather layers together, so each has as many micro-batches
+        batches = micro_batches(lengths, options.micro_batch_tokens, max(gather_object([len(batches)])))
+    for rows in batches:
         sampled = [completions[i] for i in rows]
         with teaching(teacher, options):
             teacher_hidden = completion_hidden(teacher, [examples[i]["teacher"] for i in rows], sampled)  # (N, H)
@@ -566,19 +577,23 @@ def train(options: GraspOptions) -> Path:
         raise InputError(f"--log-with is {options.log_with!r}: {first_line(error)}") from error
     rank, world = accelerator.process_index, accelerator.num_processes
     say, main = accelerator.print, accelerator.is_main_process
+    if launched_to_split(accelerator) and options.base_bits == 16:
+        say("launched with FSDP or DeepSpeed: layers are split as by --shard, with any optimizer; other settings play no part")
+        options = dataclasses.replace(options, shard=True)
+    options = dataclasses.replace(options, shard=options.shard and world > 1)
     if options.batch_size % world:
         raise InputError(f"--batch-size is {options.batch_size}, expected a multiple of the {world} processes")
 
     templates, tokenizer = load_templates(options.prompts), load_tokenizer(options.model)
     with accelerator.main_process_first():  # the others then find what `datasets` cached
         examples, held_out, account = load_data(options, tokenizer, templates)
-    say(*map(describe, account.values()), sep="\n")
     start, checkpoint = latest_checkpoint(folder, options, account) if options.resume else (0, None)
+    say(*map(describe, account.values()), sep="\n")
     if options.resume and (folder / "model").exists():
         say(f"the run is finished: its model is in {folder / 'model'}; for people: {write_run_page(folder)}")
         return folder / "model"
     longest = [max(len(example[role]) for example in examples + held_out) for role in ("student", "teacher")]
-    say(forecast(options, *longest, accelerator.device))
+    say(forecast(options, *longest, accelerator.device, world))
     if options.dry_run:
         return folder
     student = load_student(options, checkpoint, accelerator.device)
@@ -589,7 +604,7 @@ def train(options: GraspOptions) -> Path:
         student.activation_checkpointing_enable({"use_reentrant": False})
     optimizer, slices = build_optimizer(student, options)
     if checkpoint:
-        load_checkpoint(checkpoint, student, optimizer)
+        load_checkpoint(checkpoint, student, optimizer, accelerator if options.shard else None)
     total = options.max_steps or math.ceil(options.epochs * len(examples) / options.batch_size)
     say(f"{total} steps of {options.batch_size} prompts, {describe_model(student)}, on {accelerator.device.type}")
     metrics = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
@@ -611,28 +626,33 @@ def train(options: GraspOptions) -> Path:
 
     def look(step: int):
         """What held-out rows show after this step: figures, the best weights so far, a few rollouts token by token."""
-        if options.eval_steps and (step % options.eval_steps == 0 or step == total):
-            before = [line["eval_reverse_kl"] for line in metrics if "eval_reverse_kl" in line and line["step"]]
-            figures = measure(student, teacher, held_out[: options.eval_rows], stop, tokenizer, options, rank, world)
-            log(figures, step, "eval_")
-            if main and step and figures["reverse_kl"] < min(before, default=math.inf):
-                save(folder / "best")
-        if main and options.sample_steps and (step % options.sample_steps == 0 or step == total):
-            rows = inspect(student, teacher, held_out[:SAMPLE_ROWS], stop, tokenizer, options)
-            (folder / "rollouts").mkdir(exist_ok=True)
-            write_file(folder / "rollouts" / f"step-{step:06}.json", json.dumps({"step": step, "rows": rows}))
+        intervals = options.eval_steps, options.sample_steps
+        measuring, sampling = (bool(every) and (step % every == 0 or step == total) for every in intervals)
+        with whole(student, teacher) if measuring or sampling else contextlib.nullcontext():
+            if measuring:
+                before = [line["eval_reverse_kl"] for line in metrics if "eval_reverse_kl" in line and line["step"]]
+                figures = measure(student, teacher, held_out[: options.eval_rows], stop, tokenizer, options, rank, world)
+                log(figures, step, "eval_")
+                if main and step and figures["reverse_kl"] < min(before, default=math.inf):
+                    save(folder / "best")
+            if main and sampling:
+                rows = inspect(student, teacher, held_out[:SAMPLE_ROWS], stop, tokenizer, options)
+                (folder / "rollouts").mkdir(exist_ok=True)
+                write_file(folder / "rollouts" / f"step-{step:06}.json", json.dumps({"step": step, "rows": rows}))
 
     def save(place: Path, card: str = ""):
-        whole = student
+        saved = student
         if options.lora_rank:
-            whole = with_adapter(load_model(options.model, options.dtype), student, options.lora_rank, options.merge_adapter)
-        save_model(place, whole, tokenizer, card=card)
+            saved = with_adapter(load_model(options.model, options.dtype), student, options.lora_rank, options.merge_adapter)
+        save_model(place, saved, tokenizer, card=card)
 
     if not start:
+        if options.eval_steps or options.sample_steps:
+            say("looking at held-out rows before the first step")
         look(0)
     warned = set(collapse(metrics))
     bar = tqdm(range(start, total), initial=start, total=total, disable=not main)
-    with until_signal() as signals, advising(options, *longest, accelerator.device):
+    with until_signal() as signals, advising(options, *longest, accelerator.device, world):
         for step in bar:
             began = time.perf_counter()
             batch = batch_at(step, options.batch_size, len(examples), options.seed)
@@ -643,17 +663,16 @@ def train(options: GraspOptions) -> Path:
             seeds = [seed_for(options.seed, step, slot) for slot in slots]
             prompts = [example["student"] for example in mine]
             batch_size = options.generation_batch_size
-            completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
+            with whole(student):
+                completions = sample_completions(student, prompts, stop, options.max_new_tokens, seeds, batch_size=batch_size)
             num_tokens = sum(gather_object([sum(map(len, completions))]))
 
             # 2. and 3. Teacher and student score these very tokens; the reverse KL's gradient adds up in the student.
             per_row = score(student, teacher, mine, completions, num_tokens, options)
 
             # 4. One optimizer step.
-            if world > 1:
-                for weight in trainable(student).values():  # an expert that no token of this process saw has no gradient
-                    weight.grad = accelerator.reduce(torch.zeros_like(weight) if weight.grad is None else weight.grad, "sum")
-            norm = nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
+            add_up_gradients(trainable(student).values(), accelerator)
+            norm = clip_gradients(trainable(student).values(), options.max_grad_norm)
             if not norm.isfinite():
                 raise InputError(f"step {step + 1}: the gradient is not finite; start again with a lower --learning-rate")
             rate = learning_rate_at(step, total, options)
@@ -674,15 +693,21 @@ def train(options: GraspOptions) -> Path:
             warned |= found.keys()
             look(step + 1)
             stopping = any(gather_object([bool(signals)])) and step + 1 < total
-            if main and (stopping or options.save_steps and (step + 1) % options.save_steps == 0):
-                moving = teacher if options.teacher == "ema" else None
-                save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, moving)
-                remove_old(folder, options)
+            due = options.save_steps and (step + 1) % options.save_steps == 0
+            if (stopping or due) and (main or options.shard):
+                moving = [teacher] if options.teacher == "ema" else []
+                together = {"accelerator": accelerator} if options.shard else {}
+                with whole(student, *moving):
+                    save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, *moving, **together)
+                if main:
+                    remove_old(folder, options)
             if stopping:
                 say(f"stopped after step {step + 1} of {total}; give the same command with --resume to go on")
                 raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
+    with whole(student):
+        if main:
+            save(folder / "model", model_card(options, account, metrics))
     if main:
-        save(folder / "model", model_card(options, account, metrics))
         remove_old(folder, options, finished=True)
         page = write_run_page(folder)
         say(f"the trained model is in {folder / 'model'}; for people: {page}")

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import add_adapter, load_config, trainable
@@ -29,13 +30,14 @@ from grasp import SLICE, chunk_tokens, divergence_backward, pick, teaching, toke
 CONTEXT = 2**29  # what a CUDA process takes besides its tensors: a rule of thumb
 STAYS = ("student weights", "teacher", "optimizer state", "CUDA context")
 PHASES = {  # what is alive in each besides what stays
-    "reading the prompts": ("rollout cache", "rollout activations"),
-    "sampling": ("rollout cache", "rollout logits"),
-    "the teacher's scoring": ("gradients", "teacher activations"),
+    "reading the prompts": ("gathered student", "rollout cache", "rollout activations"),
+    "sampling": ("gathered student", "rollout cache", "rollout logits"),
+    "the teacher's scoring": ("gradients", "gathered layer", "teacher activations"),
     "the divergence": ("gradients", "activations", "loss chunk"),
-    "the backward pass": ("gradients", "activations", "a layer's backward"),
+    "the backward pass": ("gradients", "gathered layer", "activations", "a layer's backward"),
     "the update": ("gradients", "update slice"),
-    "looking at rollouts": ("rollout looked at",),
+    "measuring": ("gathered student", "gathered teacher", "teacher activations"),
+    "looking at rollouts": ("gathered student", "gathered teacher", "rollout looked at"),
 }
 
 
@@ -72,20 +74,20 @@ class Tally(TorchDispatchMode):
         return result, self.now - before, self.peak - before
 
 
-def predict(config, options, longest_student: int, longest_teacher: int, device_type: str) -> dict[str, int]:
+def predict(config, options, longest_student: int, longest_teacher: int, device_type: str, world: int = 1) -> dict[str, int]:
     """Bytes of each part of a run with these options; PHASES says which of them are alive together.
 
-    `config` is the model's; the two lengths are those of the longest prompts, in tokens. Counted for one process in its worst
-    case: the longest rows come together, and every rollout takes all of --max-new-tokens.
+    `config` is the model's; the two lengths are those of the longest prompts, in tokens. Counted for one of `world` processes
+    in its worst case: the longest rows come together, and every rollout takes all of --max-new-tokens.
     """
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}  # as in load_model
     with torch.device("meta"):
         student = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=options.dtype, **eager)
     head = student.get_output_embeddings()
-    layers = [module for module in student.modules() if type(module) in (nn.Linear, Conv1D) and module is not head]
+    linear = [module for module in student.modules() if type(module) in (nn.Linear, Conv1D) and module is not head]
     whole = sum(tensor.nbytes for tensor in [*student.parameters(), *student.buffers()])
-    stored = {bits: whole - sum(m.weight.nbytes - packed_bytes(m, bits) for m in layers) for bits in (16, 8, 4)}
-    unpacked = max((module.weight.nbytes for module in layers), default=0)  # of a layer in 8 or 4 bits, while it works
+    stored = {bits: whole - sum(m.weight.nbytes - packed_bytes(m, bits) for m in linear) for bits in (16, 8, 4)}
+    unpacked = max((module.weight.nbytes for module in linear), default=0)  # of a layer in 8 or 4 bits, while it works
     by_student, by_teacher = (unpacked if bits < 16 else 0 for bits in (options.base_bits, options.teacher_bits))
     if options.lora_rank:
         add_adapter(student, options.lora_rank, 0)
@@ -94,18 +96,26 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
         weights = list(trainable(student).values())
         for weight in weights:  # from the second micro-batch on they are there
             weight.grad = torch.zeros_like(weight)
+        layers = decoder_layers(student, options) if options.shard else []
+        held = {weight: -(-len(weight) // world) * (weight.numel() // len(weight)) for layer in layers for weight in layer}
+        elsewhere = sum((weight.numel() - size) * weight.itemsize for weight, size in held.items())
         gradients = sum(weight.nbytes for weight in weights)
+        sizes = [(held.get(weight, weight.numel()), weight.dtype) for weight in weights]  # of what is updated here
         has_copy = options.teacher != "live" and not options.lora_rank
-        in_8_bit = options.optimizer != "adamw" and max(size for weight in weights for size in pieces(weight)) >= 4096
+        in_8_bit = options.optimizer != "adamw" and max(size for size, _ in sizes) >= 4096
+        copy_elsewhere = elsewhere if options.teacher_bits == 16 else 0
         tables = 2 * 256 * 4 if in_8_bit else 0  # what an 8-bit number of the optimizer's state stands for
         cache, reading, sampling = rollout_bytes(tally, student, options, longest_student)
         scoring, kept, backward = scoring_bytes(tally, student, options, longest_student, longest_teacher)
         return {
-            "student weights": stored[options.base_bits] + (gradients if options.lora_rank else 0),
-            "teacher": stored[options.teacher_bits] if has_copy else 0,
-            "optimizer state": sum(state_bytes(weight, options.optimizer) for weight in weights) + tables,
+            "student weights": stored[options.base_bits] + (gradients if options.lora_rank else 0) - elsewhere,
+            "teacher": stored[options.teacher_bits] - copy_elsewhere if has_copy else 0,
+            "optimizer state": sum(state_bytes(size, options.optimizer) for size, _ in sizes) + tables,
             "CUDA context": CONTEXT if device_type == "cuda" else 0,
-            "gradients": gradients,
+            "gradients": gradients if options.lora_rank else gradients - elsewhere,
+            "gathered student": elsewhere,
+            "gathered teacher": copy_elsewhere if has_copy else 0,
+            "gathered layer": 4 * max((sum(w.nbytes for w in layer) for layer in layers), default=0),  # gradient, copies
             "rollout cache": cache,
             "rollout activations": max(0, reading + by_student - cache),
             "rollout logits": sampling + by_student,
@@ -113,7 +123,7 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
             "activations": kept,
             "a layer's backward": backward + by_student,
             "loss chunk": loss_bytes(tally, student, options, device_type),
-            "update slice": max(update_bytes(weight, options.optimizer, device_type) for weight in weights),
+            "update slice": max(update_bytes(*weight, options.optimizer, device_type) for weight in sizes),
             "rollout looked at": look_bytes(tally, student, options) if options.sample_steps else 0,
         }
 
@@ -140,27 +150,32 @@ def packed_bytes(module, bits: int) -> int:
     return module.weight.nbytes
 
 
-def pieces(weight) -> list[int]:
-    """In what pieces `update` passes a weight to the optimizer, by number of elements."""
-    size, piece = weight.numel(), weight.numel() if weight.dtype == torch.float32 else SLICE
-    return [min(piece, size - start) for start in range(0, size, piece)]
+def decoder_layers(model, options) -> list[list]:
+    """Per decoder layer, the weights that --shard splits: all but adapters."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [[w for w in layer.parameters() if not (options.lora_rank and w.requires_grad)] for layer in layers]
 
 
-def state_bytes(weight, optimizer: str) -> int:
+def pieces(size: int) -> list[int]:
+    """In what pieces `update` passes a weight of so many elements to the optimizer."""
+    return [min(SLICE, size - start) for start in range(0, size, SLICE)]
+
+
+def state_bytes(size: int, optimizer: str) -> int:
     if optimizer == "adamw":  # two float32 numbers, and a counter for each tensor
-        return sum(8 * size + 4 for size in pieces(weight))
+        return sum(8 * piece + 4 for piece in pieces(size))
     # two 8-bit numbers, and two float32 scales for every 256; tensors under 4,096 stay in float32
-    return sum(8 * size if size < 4096 else 2 * size + 8 * math.ceil(size / 256) for size in pieces(weight))
+    return sum(8 * piece if piece < 4096 else 2 * piece + 8 * math.ceil(piece / 256) for piece in pieces(size))
 
 
-def update_bytes(weight, optimizer: str, device_type: str) -> int:
+def update_bytes(size: int, dtype, optimizer: str, device_type: str) -> int:
     """What `update` takes for the largest piece of a weight, beyond weight, gradient and state."""
-    size, on_cpu = max(pieces(weight)), device_type == "cpu"
-    optimizing = 20 * size if on_cpu and optimizer != "adamw" else 0  # five float32 copies in bitsandbytes' CPU kernel
-    if weight.dtype == torch.float32:
+    piece, on_cpu = max(pieces(size), default=0), device_type == "cpu"
+    optimizing = 20 * piece if on_cpu and optimizer != "adamw" else 0  # five float32 copies in bitsandbytes' CPU kernel
+    if dtype == torch.float32:
         return optimizing
-    rounding = size + 2 * size + (4 * size if on_cpu else 0)  # is NaN, noise, and on the CPU the noise as int32
-    return 8 * size + max(optimizing, rounding)  # float32 weights and gradient
+    rounding = piece + 2 * piece + (4 * piece if on_cpu else 0)  # is NaN, noise, and on the CPU the noise as int32
+    return 8 * piece + max(optimizing, rounding)  # float32 weights and gradient
 
 
 def inputs(rows: int, width: int, seen: int = 0) -> dict:
@@ -263,16 +278,18 @@ def as_table(parts: dict[str, int], available: int) -> str:
     return "\n".join([*lines, f"| peak | {gb(total)} | {phase}: {verdict} |"])
 
 
-def advice(config, options, longest_student: int, longest_teacher: int, device_type: str, available: int) -> list[str]:
+def advice(
+    config, options, longest_student: int, longest_teacher: int, device_type: str, available: int, world: int = 1
+) -> list[str]:
     """The flags that bring the peak down until it fits, least painful first, a line each with the peak that is then left."""
     lines, longest = [], max(longest_student, longest_teacher) + options.max_new_tokens
-    total, phase = peak(predict(config, options, longest_student, longest_teacher, device_type))
+    total, phase = peak(predict(config, options, longest_student, longest_teacher, device_type, world))
     while total > available:
-        for change in cures(options, phase, longest):
+        for change in cures(options, phase, longest, world):
             tried = dataclasses.replace(options, **change)
             if tried == options:
                 continue
-            after = peak(predict(config, tried, longest_student, longest_teacher, device_type))
+            after = peak(predict(config, tried, longest_student, longest_teacher, device_type, world))
             if after[0] < total:
                 new = {name: value for name, value in change.items() if getattr(options, name) != value}
                 flags = " ".join(f"--{name.replace('_', '-')} {str(value).lower()}" for name, value in new.items())
@@ -284,8 +301,10 @@ def advice(config, options, longest_student: int, longest_teacher: int, device_t
     return [*lines, f"so it fits in {gb(available)}"] if lines else []
 
 
-def cures(options, phase: str, longest: int):
+def cures(options, phase: str, longest: int, world: int = 1):
     """Changes of options that may help if the peak is in this phase."""
+    if world > 1 and options.base_bits == 16:
+        yield {"shard": True}
     if phase in ("reading the prompts", "sampling"):
         yield {"generation_batch_size": max(1, options.generation_batch_size // 4)}
     else:
@@ -311,29 +330,31 @@ def available_memory(device) -> int:
     return min(machine, int(text)) if text.isdigit() else machine
 
 
-def forecast(options, longest_student: int, longest_teacher: int, device) -> str:
+def forecast(options, longest_student: int, longest_teacher: int, device, world: int = 1) -> str:
     """What `grasp.py` shows before it starts: the table, and advice if the device is too small for the run."""
     sizes = options, longest_student, longest_teacher, device.type
     config, available = load_config(options.model), available_memory(device)
     try:
-        parts = predict(config, *sizes)
+        parts = predict(config, *sizes, world)
     except InputError:  # the run itself would fail on it, too
         raise
     except Exception as error:  # the models of a new family may not run without data; the run itself may well
         return f"the memory it needs cannot be foretold for this model: {first_line(error)}"
     lines = [as_table(parts, available)]
     if peak(parts)[0] > available:
-        lines += ["it would fit with, one after the other:", *advice(config, *sizes, available)]
+        lines += ["it would fit with, one after the other:", *advice(config, *sizes, available, world)]
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def advising(options, longest_student: int, longest_teacher: int, device):
+def advising(options, longest_student: int, longest_teacher: int, device, world: int = 1):
     """Within it, a device that runs out of memory ends in one line: the flags that would bring the peak down."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         config, sizes = load_config(options.model), (options, longest_student, longest_teacher, device.type)
-        room = min(available_memory(device), int(0.9 * peak(predict(config, *sizes))[0]))  # the forecast may have been too low
-        flags = "; ".join(advice(config, *sizes, room))
+        room = min(
+            available_memory(device), int(0.9 * peak(predict(config, *sizes, world))[0])
+        )  # the forecast may have been too low
+        flags = "; ".join(advice(config, *sizes, room, world))
         raise InputError(f"out of memory; go on with --resume and, one after the other: {flags}") from error

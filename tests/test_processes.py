@@ -2,18 +2,26 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 from conftest import ROOT
 from safetensors.torch import load_file
 from test_training import metrics
 
+from grasp import micro_batches
+from sharding import launched_to_split
+
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNEQUAL = """
+import os
 import sys
 sys.path.insert(0, {root!r})
 import torch
@@ -26,14 +34,17 @@ def sample(model, prompts, stop, max_new_tokens, seeds, **settings):  # completi
     completions = real(model, prompts, [0], max_new_tokens, seeds, **settings)
     return [c[: 1 if seed % 3 < first else max_new_tokens] for c, seed in zip(completions, seeds)]
 
-real_update = grasp.update
+real_clip = grasp.clip_gradients
 
-def update(optimizer, slices, rate, seed):
-    weights = [w for group in optimizer.param_groups for w in group["params"]]
-    torch.save([w.grad for w in weights], {gradients!r} + ".pt")
-    real_update(optimizer, slices, rate, seed)
+def clip(weights, max_norm):
+    gradients = [w.grad.full_tensor() if hasattr(w.grad, "full_tensor") else w.grad for w in weights]
+    torch.save(gradients, {gradients!r} + os.environ.get("RANK", "0") + ".pt")
+    before = torch.nn.utils.get_total_norm(gradients)
+    norm = real_clip(weights, max_norm)
+    assert abs(norm - before) < (1e-4 if before.dtype == torch.float32 else 1e-2) * norm
+    return norm
 
-grasp.sample_completions, grasp.update = sample, update
+grasp.sample_completions, grasp.clip_gradients = sample, clip
 grasp.train(parse_options(grasp.GraspOptions, [{config!r}]))
 """
 
@@ -47,37 +58,66 @@ def launch(settings, folder, world, first=2):
     command = [*LAUNCH, str(script)] if world == 2 else [sys.executable, str(script)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}  # what `accelerate launch` sets and starts where there are GPUs
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return torch.load(folder / "gradients.pt", weights_only=True), result.stdout
+    assert result.returncode == 0, result.stderr[-5000:]
+    return torch.load(folder / "gradients0.pt", weights_only=True), result.stdout
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
-@pytest.mark.parametrize("steps", [1, 5])
-def test_two_processes_give_the_gradient_and_the_weights_of_one(first, steps, options, tmp_path):
+def settings_for(options, folder, **more):
+    return options(
+        dtype="float32",
+        optimizer="adamw",
+        max_new_tokens=12,
+        micro_batch_tokens=200,
+        learning_rate=1e-2,
+        batch_size=8,
+        eval_steps=2,
+        eval_rows=3,  # not as many for each process
+        sample_steps=2,
+        output_dir=str(folder),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "first, steps, more", [(1, 1, {}), (2, 5, {}), (3, 1, {}), (2, 2, {"lora_rank": 2}), (2, 2, {"teacher": "ema"})]
+)
+def test_two_processes_give_the_gradient_and_the_weights_of_one(first, steps, more, options, tmp_path):
     """A third, two thirds or all of the completions have one token alone; the others have twelve."""
-    if steps == 5 and first != 2:
-        pytest.skip("once is enough")
-    found = {}
-    for world in (1, 2):
-        settings = options(
-            dtype="float32",
-            optimizer="adamw",
-            max_steps=steps,
-            max_new_tokens=12,
-            micro_batch_tokens=200,
-            learning_rate=1e-2,
-            batch_size=8,
-            output_dir=str(tmp_path / f"out-{world}"),
-        )
-        found[world] = launch(settings, tmp_path / str(world), world, first)
-    one, two = (torch.cat([g.flatten() for g in found[world][0]]) for world in (1, 2))
-    assert (one - two).norm() < 1e-5 * one.norm() and one.norm() > 0
-    weights = [load_file(tmp_path / f"out-{world}" / "model" / "model.safetensors") for world in (1, 2)]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-5 if steps == 1 else 1e-4)
-    for a, b in zip(metrics(tmp_path / "out-1"), metrics(tmp_path / "out-2"), strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
-    assert found[2][1].count("the trained model is in") == 1  # said once
+    ways = {"one": (1, False), "two": (2, False), "split": (2, True)}
+    if more:
+        del ways["two"]
+    gradients, said = {}, {}
+    for way, (world, shard) in ways.items():
+        settings = settings_for(options, tmp_path / f"out-{way}", max_steps=steps, shard=shard, **more)
+        found, said[way] = launch(settings, tmp_path / way, world, first)
+        gradients[way] = torch.cat([gradient.flatten() for gradient in found])
+    one = gradients.pop("one")
+    for way, gradient in gradients.items():
+        assert (one - gradient).norm() < 1e-5 * one.norm() and one.norm() > 0
+        for place in ("model", "best") if steps > 1 else ("model",):
+            weights, same = (load_file(tmp_path / f"out-{w}" / place / "model.safetensors") for w in ("one", way))
+            assert weights.keys() == same.keys()
+            for name, weight in weights.items():
+                torch.testing.assert_close(same[name], weight, rtol=1e-4, atol=1e-5 if steps == 1 else 1e-4)
+        for a, b in zip(metrics(tmp_path / "out-one"), metrics(tmp_path / f"out-{way}"), strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+        assert said[way].count("the trained model is in") == 1  # said once
+
+
+def test_a_split_run_is_resumed_to_the_bit(options, tmp_path):
+    more = {"dtype": "bfloat16", "optimizer": "adamw_8bit", "teacher": "ema"}
+    settings = settings_for(options, tmp_path / "out", max_steps=4, save_steps=2, save_limit=0, shard=True)
+    settings = dataclasses.replace(settings, **more)
+    launch(settings, tmp_path / "first", 2)
+    whole, lines = (tmp_path / "out" / "model" / "model.safetensors").read_bytes(), metrics(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "model")
+    (tmp_path / "out" / "checkpoint-4" / "files.json").unlink()
+    launch(dataclasses.replace(settings, resume=True), tmp_path / "second", 2)
+    assert (tmp_path / "out" / "model" / "model.safetensors").read_bytes() == whole
+    assert metrics(tmp_path / "out") == lines
+    shutil.rmtree(tmp_path / "out" / "model")
+    with pytest.raises(AssertionError, match="shard was True, is False"):
+        launch(dataclasses.replace(settings, resume=True), tmp_path / "third", 1)
 
 
 def test_a_run_saved_on_two_processes_is_resumed_on_one(options, tmp_path):
@@ -94,3 +134,24 @@ def test_a_run_saved_on_two_processes_is_resumed_on_one(options, tmp_path):
         torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-4)
     for a, b in zip(metrics(tmp_path / "out"), lines, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+def test_processes_have_as_many_micro_batches():
+    """The budget makes two; more are asked for, up to one for each row."""
+    lengths = [5, 5, 5, 5, 20]
+    assert [len(micro_batches(lengths, 20, least)) for least in (1, 3, 5, 9)] == [2, 3, 5, 5]
+    for least in range(6):
+        assert sorted(row for batch in micro_batches(lengths, 20, least) for row in batch) == list(range(5))
+
+
+@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp", "FSDP"), ("zero3", "DEEPSPEED")])
+def test_accelerate_reads_the_launch_files(name, kind):
+    config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
+    assert config.distributed_type == kind and config.num_processes == 2 and config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MULTI_CPU])
+def test_a_launch_that_splits_is_seen_and_kept_from_transformers(kind, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert launched_to_split(SimpleNamespace(distributed_type=kind)) == (kind != DistributedType.MULTI_CPU)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"

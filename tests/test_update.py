@@ -128,7 +128,6 @@ def test_float32_weights_are_updated_by_plain_adamw():
     ]
     plain = torch.optim.AdamW(groups, lr=1e-3)
     adam, slices = build_optimizer(mine, GraspOptions(optimizer="adamw", weight_decay=0.1))
-    assert slices == []
     for step in range(3):
         for model in (mine, same):
             draw = torch.Generator().manual_seed(step)
