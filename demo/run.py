@@ -60,7 +60,10 @@ def main(argv):
     model.fetch()
     tokenizer, templates = load_tokenizer(options.model), load_templates(options.prompts)
     test, _ = load_examples(options, options.dataset, "test", tokenizer, templates)
-    student = load_model(str(train(options)), options.dtype).eval()
+    folder = train(options)
+    if options.dry_run:
+        return
+    student = load_model(str(folder), options.dtype).eval()
     base = load_model(options.model, options.dtype).eval()  # the base model and the teacher are the same weights
     print(f"trained after {time.perf_counter() - began:.0f} s; answering {len(test)} questions of users not trained on")
 
