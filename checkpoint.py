@@ -214,7 +214,9 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def remove_old(folder: Path, options, finished: bool = False):
-    """Remove all but the newest `options.save_limit` checkpoints (0: none), and those that a stop left between the others."""
+    """Remove all but the newest `options.save_limit` checkpoints (0: none), and what stops left between them, whole or not."""
+    for path in folder.glob("checkpoint-*.tmp"):
+        shutil.rmtree(path)
     found, every = checkpoints(folder), options.save_steps
     due = [path for step, path in found if every and step % every == 0]
     kept = due[-options.save_limit :] + ([] if finished else [found[-1][1]])

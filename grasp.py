@@ -329,8 +329,8 @@ def token_divergence(
     in `dtype`; training passes float32. Raises ValueError for another kind.
     """
     floor = max(-1e30, torch.finfo(student_logits.dtype).min)  # as good as -inf, but inf - inf is not a number
-    log_p = student_logits.clamp(min=floor).to(dtype).div_(temperature).log_softmax(-1)
-    log_q = teacher_logits.clamp(min=floor).to(dtype).div_(temperature).log_softmax(-1)
+    logits = (side.clamp(min=floor).to(dtype) for side in (student_logits, teacher_logits))
+    log_p, log_q = ((one if temperature == 1 else one / temperature).log_softmax(-1) for one in logits)
     if kind == "reverse_kl":
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     elif kind == "forward_kl":
@@ -344,8 +344,13 @@ def token_divergence(
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """How many tokens' logits exist at a time: some 16 million numbers in each matrix."""
-    return max(1, 2**24 // vocabulary)
+    """How many tokens' logits exist at a time: each time, the head's weights are read anew, and fewer would not be worth it."""
+    return max(256, 2**24 // vocabulary)
+
+
+def divergence_tokens(vocabulary: int, device_type: str) -> int:
+    """For how many of them the divergence is computed at a time: on a CPU its many passes stay in the cache."""
+    return max(1, (2**24 if device_type == "cuda" else 2**19) // vocabulary)
 
 
 def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, options):
@@ -358,8 +363,7 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
     """
     learn, vocabulary = hidden.requires_grad, student.config.get_text_config().vocab_size
     settings = options.divergence, options.jsd_beta, options.divergence_temperature, options.divergence_cap, torch.float32
-    chunk = chunk_tokens(vocabulary)
-    few = chunk if hidden.is_cuda else max(1, 2**20 // vocabulary)  # the divergence's many passes stay in a CPU's cache
+    chunk, few = chunk_tokens(vocabulary), divergence_tokens(vocabulary, hidden.device.type)
     gradient, statistics = torch.empty_like(hidden), hidden.new_empty(3, len(hidden), dtype=torch.float32)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
@@ -590,6 +594,8 @@ def train(options: GraspOptions) -> Path:
     start, checkpoint = latest_checkpoint(folder, options, account) if options.resume else (0, None)
     say(*map(describe, account.values()), sep="\n")
     if options.resume and (folder / "model").exists():
+        if main:
+            remove_old(folder, options, finished=True)
         say(f"the run is finished: its model is in {folder / 'model'}; for people: {write_run_page(folder)}")
         return folder / "model"
     longest = [max(len(example[role]) for example in examples + held_out) for role in ("student", "teacher")]

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from checkpoint import add_adapter, load_config, trainable
 from command_line import InputError, first_line
-from grasp import SLICE, chunk_tokens, divergence_backward, pick, teaching, token_divergence
+from grasp import SLICE, chunk_tokens, divergence_backward, divergence_tokens, pick, teaching, token_divergence
 
 CONTEXT = 2**29  # what a CUDA process takes besides its tensors: a rule of thumb
 STAYS = ("student weights", "teacher", "optimizer state", "CUDA context")
@@ -239,14 +239,16 @@ def loss_bytes(tally, model, options, device_type: str) -> int:
     peak = tally.during(lambda: divergence_backward(model, hidden, model, hidden.detach(), 1, options))[2]
     if device_type == "cpu":
         return peak
-    student = torch.zeros(len(hidden), text.vocab_size, dtype=model.dtype, requires_grad=True)  # elsewhere a chunk goes at once
+    few = divergence_tokens(text.vocab_size, device_type)  # more of them than on the CPU
+    student = torch.zeros(few, text.vocab_size, dtype=model.dtype, requires_grad=True)
     settings = options.divergence, options.jsd_beta, options.divergence_temperature, options.divergence_cap, torch.float32
 
     def at_once():
         divergence = token_divergence(student, student.detach(), *settings)
         return torch.autograd.grad(divergence.sum(), student)
 
-    return max(peak, 3 * student.nbytes + tally.during(at_once)[2])  # both logits and their gradient
+    logits = len(hidden) * text.vocab_size * student.itemsize
+    return max(peak, 3 * logits + tally.during(at_once)[2])  # both logits and their gradient
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@
 Both sides take the same weights, dtype, rows in the same order, prompts (token by token: that is checked), number of new
 tokens (nothing ends earlier) and torch's fused AdamW; TRL with full logits and reverse KL, and else as it comes. A second row
 of TRL cuts the batch into the micro-batches that grasp.py has; a second row of grasp.py has 8-bit optimizer state. What is
-timed is `grasp.train` and `SDFTTrainer.train` themselves. Each side is a process that does a step when it is told; they take
-turns, the first step of each does not count, and the seconds are medians. Peak memory is the process's own: resident on a
+timed is `grasp.train` and `SDFTTrainer.train` themselves. Each side is a process that does steps when it is told. They take
+turns of two, of which the second counts (memory that the system took back while a side waited may be slow to get anew: in
+training nothing waits); the seconds are medians. Peak memory is the process's own: resident on a
 CPU, the allocator's on CUDA. Ratios are to the better of TRL's rows, column by column.
 """
 
@@ -18,6 +19,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -115,7 +117,7 @@ def grasp_options(args, **settings) -> grasp.GraspOptions:
         batch_size=args.batch_size,
         generation_batch_size=args.batch_size,
         max_new_tokens=args.new_tokens,
-        max_steps=args.rounds + 2,  # the first one warms up, the last one is never started
+        max_steps=2 * args.rounds + 1,  # two in a turn; the last one is never started
         learning_rate=1e-6,
         dtype=args.dtype,
         gradient_checkpointing=args.gradient_checkpointing,
@@ -296,18 +298,19 @@ def take_turns(args, sides) -> tuple[dict[str, list[list[float]]], dict[str, str
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace"
                 )
         try:
-            for number in range(args.rounds + 1):
+            for _ in range(args.rounds):
                 for side in [side for side in sides if side not in failed]:
                     with contextlib.suppress(BrokenPipeError):  # it is dead; its output ends without a figure
-                        running[side].stdin.write("\n")
+                        running[side].stdin.write("\n\n")
                         running[side].stdin.flush()
-                    line = next((line for line in iter(running[side].stdout.readline, "") if line.startswith(MARK)), None)
-                    if line is None:
+                    told = (line for line in iter(running[side].stdout.readline, "") if line.startswith(MARK))
+                    lines = list(itertools.islice(told, 2))  # of two steps, the first of which does not count
+                    if len(lines) < 2:
                         lines = (Path(folder) / side).read_text(errors="replace").strip().splitlines()
                         failed[side] = lines[-1] if lines else "no reason given"
                         del found[side]
-                    elif number:
-                        found[side].append(json.loads(line[len(MARK) :]))
+                    else:
+                        found[side].append(json.loads(lines[1][len(MARK) :]))
         finally:
             for process in running.values():
                 with contextlib.suppress(BrokenPipeError):
@@ -364,7 +367,7 @@ def main():
         found, failed = take_turns(args, sides)
     device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {torch.get_num_threads()} threads"
     peak = args.peak_tflops or (next((t for name, t in PEAK_TFLOPS.items() if name in device), 0) if CUDA else 0)
-    counted = steps[1:-1]
+    counted = steps[1::2]
     lengths = {kind: [len(e[kind]) for batch in counted for e in batch] for kind in ("student", "teacher")}
     spans = [f"{kind}'s prompts of {min(found)} to {max(found)} tokens" for kind, found in lengths.items()]
     print(f"{name}, {args.dtype}, {args.batch_size} prompts a step, {args.new_tokens} new tokens each; {', '.join(spans)}")

@@ -163,11 +163,12 @@ def assert_same_gradients(model, other, tolerance=1e-4):
         assert difference <= tolerance * max(size, 1e-3 * whole), f"{name}: {difference:.2e} of {size:.2e}"
 
 
-@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("chunk, few", [(3, 3), (3, 2), (1000, 2), (1000, 1000)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_chunked_loss_and_every_gradient_agree_with_the_plain_form(family, chunk, monkeypatch):
+def test_the_chunked_loss_and_every_gradient_agree_with_the_plain_form(family, chunk, few, monkeypatch):
     """Traps 3 (shift), 10 (heads) and 11 (one mean over all tokens)."""
     monkeypatch.setattr(grasp, "chunk_tokens", lambda vocabulary: chunk)
+    monkeypatch.setattr(grasp, "divergence_tokens", lambda vocabulary, device_type: few)
     student, same, teacher = make_model(family), make_model(family), make_model(family, seed=1).requires_grad_(False)
     options = GraspOptions()
     expected = plain_backward(same, teacher, options)
@@ -194,9 +195,10 @@ def test_the_chunked_loss_agrees_with_the_plain_form_for_the_other_kinds(kind, m
     assert_same_gradients(student, same)
 
 
-def test_the_chunks_hold_at_most_eight_million_numbers_and_at_least_one_token():
-    assert grasp.chunk_tokens(151_936) * 151_936 <= 2**24 < (grasp.chunk_tokens(151_936) + 1) * 151_936
-    assert grasp.chunk_tokens(2**25) == 1
+def test_the_chunks_hold_at_most_sixteen_million_numbers_or_256_tokens_and_the_divergence_at_least_one():
+    assert [grasp.chunk_tokens(size) for size in (2**14, 49_152, 151_936)] == [1024, 341, 256]
+    assert [grasp.divergence_tokens(151_936, kind) for kind in ("cuda", "cpu")] == [110, 3]
+    assert grasp.divergence_tokens(2**25, "cpu") == 1
 
 
 def test_entropy_and_agreement_come_with_the_divergence_and_only_measuring_leaves_no_gradient():

@@ -230,3 +230,13 @@ def test_an_adapters_checkpoint_holds_the_adapters_alone(options, tmp_path):
     stored = load_file(folder / "checkpoint-1" / "adapter.safetensors")
     assert stored and all("lora" in name for name in stored)
     assert not (folder / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_what_stops_left_between_is_gone_when_a_finished_run_is_resumed(options, tmp_path):
+    """A stop's own checkpoint, whole or torn, if the process was killed before it could tidy up."""
+    settings = options(max_steps=2, save_steps=2, output_dir=str(tmp_path / "out"))
+    grasp.train(settings)
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-1")
+    (tmp_path / "out" / "checkpoint-1.tmp").mkdir()
+    grasp.train(dataclasses.replace(settings, resume=True))
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
