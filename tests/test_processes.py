@@ -78,9 +78,7 @@ def settings_for(options, folder, **more):
     )
 
 
-@pytest.mark.parametrize(
-    "first, steps, more", [(2, 5, {}), (3, 1, {}), (2, 2, {"lora_rank": 2}), (2, 2, {"teacher": "ema"})]
-)
+@pytest.mark.parametrize("first, steps, more", [(2, 5, {}), (3, 1, {}), (2, 2, {"lora_rank": 2}), (2, 2, {"teacher": "ema"})])
 def test_two_processes_give_the_gradient_and_the_weights_of_one(first, steps, more, options, tmp_path):
     """Two thirds or all of the completions have one token alone; the others have twelve."""
     ways = {"one": (1, False), "two": (2, False), "split": (2, True)}
