@@ -585,6 +585,7 @@ def train(options: GraspOptions) -> Path:
         say("launched with FSDP or DeepSpeed: layers are split as by --shard, with any optimizer; other settings play no part")
         options = dataclasses.replace(options, shard=True)
     options = dataclasses.replace(options, shard=options.shard and world > 1)
+    together = accelerator if options.shard else None  # a checkpoint of a split model takes all processes
     if options.batch_size % world:
         raise InputError(f"--batch-size is {options.batch_size}, expected a multiple of the {world} processes")
 
@@ -610,7 +611,7 @@ def train(options: GraspOptions) -> Path:
         student.activation_checkpointing_enable({"use_reentrant": False})
     optimizer, slices = build_optimizer(student, options)
     if checkpoint:
-        load_checkpoint(checkpoint, student, optimizer, accelerator if options.shard else None)
+        load_checkpoint(checkpoint, student, optimizer, together)
     total = options.max_steps or math.ceil(options.epochs * len(examples) / options.batch_size)
     say(f"{total} steps of {options.batch_size} prompts, {describe_model(student)}, on {accelerator.device.type}")
     metrics = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
@@ -701,10 +702,9 @@ def train(options: GraspOptions) -> Path:
             stopping = any(gather_object([bool(signals)])) and step + 1 < total
             due = options.save_steps and (step + 1) % options.save_steps == 0
             if (stopping or due) and (main or options.shard):
-                moving = [teacher] if options.teacher == "ema" else []
-                together = {"accelerator": accelerator} if options.shard else {}
-                with whole(student, *moving):
-                    save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, *moving, **together)
+                moving = teacher if options.teacher == "ema" else None
+                with whole(student, moving or student):
+                    save_model(folder / f"checkpoint-{step + 1}", student, tokenizer, optimizer, moving, accelerator=together)
                 if main:
                     remove_old(folder, options)
             if stopping:

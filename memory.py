@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint import add_adapter, load_config, trainable
 from command_line import InputError, first_line
 from grasp import SLICE, chunk_tokens, divergence_backward, divergence_tokens, pick, teaching, token_divergence
+from sharding import decoder_layers
 
 CONTEXT = 2**29  # what a CUDA process takes besides its tensors: a rule of thumb
 STAYS = ("student weights", "teacher", "optimizer state", "CUDA context")
@@ -96,7 +96,10 @@ def predict(config, options, longest_student: int, longest_teacher: int, device_
         weights = list(trainable(student).values())
         for weight in weights:  # from the second micro-batch on they are there
             weight.grad = torch.zeros_like(weight)
-        layers = decoder_layers(student, options) if options.shard else []
+        layers = [  # the weights that --shard splits: all but adapters
+            [weight for weight in layer.parameters() if not (options.lora_rank and weight.requires_grad)]
+            for layer in (decoder_layers(student) if options.shard else ())
+        ]
         held = {weight: -(-len(weight) // world) * (weight.numel() // len(weight)) for layer in layers for weight in layer}
         elsewhere = sum((weight.numel() - size) * weight.itemsize for weight, size in held.items())
         gradients = sum(weight.nbytes for weight in weights)
@@ -148,12 +151,6 @@ def packed_bytes(module, bits: int) -> int:
     if bits == 4:  # and a float32 scale for every 64 weights, and a table of 16 float32 values
         return math.ceil(size / 2) + 4 * math.ceil(size / 64) + 16 * 4
     return module.weight.nbytes
-
-
-def decoder_layers(model, options) -> list[list]:
-    """Per decoder layer, the weights that --shard splits: all but adapters."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [[w for w in layer.parameters() if not (options.lora_rank and w.requires_grad)] for layer in layers]
 
 
 def pieces(size: int) -> list[int]:
@@ -355,8 +352,7 @@ def advising(options, longest_student: int, longest_teacher: int, device, world:
         yield
     except torch.OutOfMemoryError as error:
         config, sizes = load_config(options.model), (options, longest_student, longest_teacher, device.type)
-        room = min(
-            available_memory(device), int(0.9 * peak(predict(config, *sizes, world))[0])
-        )  # the forecast may have been too low
+        foretold = peak(predict(config, *sizes, world))[0]  # which may have been too low
+        room = min(available_memory(device), int(0.9 * foretold))
         flags = "; ".join(advice(config, *sizes, room, world))
         raise InputError(f"out of memory; go on with --resume and, one after the other: {flags}") from error

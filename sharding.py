@@ -26,12 +26,16 @@ def launched_to_split(accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
+def decoder_layers(model) -> list:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def split(model, device_type: str):
     """Leave each process its part of every weight in the decoder layers; gradients are added up, not averaged."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     weights = list(model.parameters())
     adapters = {w for w in weights if w.requires_grad} if any(not w.requires_grad for w in weights) else set()
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
         layer.set_gradient_divide_factor(1.0)

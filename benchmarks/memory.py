@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.utils import logging
 
@@ -111,7 +110,7 @@ def measure(lengths, changes, folder: str, device: str) -> int:
     batch = [example["student"] for example in examples], [-1], options.max_new_tokens, list(rows)
     completions = grasp.sample_completions(student, *batch, batch_size=options.generation_batch_size)
     grasp.score(student, teacher, examples, completions, sum(map(len, completions)), options)
-    nn.utils.clip_grad_norm_(student.parameters(), options.max_grad_norm)
+    grasp.clip_gradients(grasp.trainable(student).values(), options.max_grad_norm)
     grasp.update(optimizer, slices, 1e-5, 1)
     return torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM") - before
 

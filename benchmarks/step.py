@@ -10,8 +10,8 @@ tokens (nothing ends earlier) and torch's fused AdamW; TRL with full logits and 
 of TRL cuts the batch into the micro-batches that grasp.py has; a second row of grasp.py has 8-bit optimizer state. What is
 timed is `grasp.train` and `SDFTTrainer.train` themselves. Each side is a process that does steps when it is told. They take
 turns of two, of which the second counts (memory that the system took back while a side waited may be slow to get anew: in
-training nothing waits); the seconds are medians. Peak memory is the process's own: resident on a
-CPU, the allocator's on CUDA. Ratios are to the better of TRL's rows, column by column.
+training nothing waits); the seconds are medians. Peak memory is the process's own: resident on a CPU, the allocator's on
+CUDA. Ratios are to the better of TRL's rows, column by column.
 """
 
 import argparse
