@@ -73,11 +73,12 @@ def load_config(path: str):
     return config
 
 
-def check_positions(model, longest: int):
+def check_positions(path: str, longest: int):
     """Raises InputError if the longest prompt with the longest answer, in tokens, is more than the model has positions."""
-    limit = getattr(model.config, "max_position_embeddings", longest)
+    limit = getattr(load_config(path), "max_position_embeddings", longest)
     if longest > limit:
-        raise InputError(f"prompt and answer take up to {longest} tokens, the model {limit}; lower --max-prompt-tokens")
+        advice = "lower --max-new-tokens, --num-contexts or --max-prompt-tokens"
+        raise InputError(f"{path}: prompt and answer take up to {longest} tokens, the model {limit}; {advice}")
 
 
 def check_path(path: str):

@@ -21,6 +21,8 @@ class InputError(Exception):
 
 def first_line(error) -> str:
     """An exception as one line of text."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror.lower()}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0]
 
@@ -42,13 +44,14 @@ def parse_options(kind, argv: list[str], needed: tuple[str, ...] = ()):
     options in `needed` that are not given.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    parser = argparse.ArgumentParser(usage="%(prog)s [CONFIG.yaml] [--option value ...]", allow_abbrev=False)
+    settings = {"description": sys.modules["__main__"].__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(usage="%(prog)s [CONFIG.yaml] [--option value ...]", allow_abbrev=False, **settings)
     parser.error = lambda message: (_ for _ in ()).throw(InputError(message))
     parser.add_argument("config_file", nargs="?", metavar="CONFIG.yaml", help="a file with any of the options below")
     group = parser
     for field in fields.values():
         group = parser.add_argument_group(field.metadata["section"]) if field.metadata["section"] else group
-        shown = f" (default: {field.default})" if field.default not in ("", False) else ""
+        shown = f" (default: {field.default})" if field.default != "" and field.default is not False else ""
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             type=to_bool if field.type is bool else field.type,
@@ -87,13 +90,24 @@ def to_bool(text: str) -> bool:
 
 
 def read_yaml(path: str) -> dict:
+    text = read_text(path)
     try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        settings = yaml.safe_load(text)
     except Exception as error:  # YAML has errors of its own, and others for values such as 2024-13-45
         raise InputError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(settings, dict):
         raise InputError(f"{path}: expected lines of the form 'option: value', found {settings!r:.60}")
     return settings
+
+
+def read_text(path) -> str:
+    """A file's text, UTF-8 with or without a mark at its start. Raises InputError that names it."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(first_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: expected text in UTF-8: {first_line(error)}") from error
 
 
 def write_file(path: Path, text: str):

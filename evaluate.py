@@ -67,7 +67,7 @@ class EvaluateOptions:
     )
     num_contexts: int = option(10, "how many of the user's posts the prompts show", low=0)
     rank_profile_with: str = option("", "encoder that ranks the posts by nearness to the question (default: as they stand)")
-    privileged: str = option("aspects", "what --context rubric adds", choices=("aspects", "narrative", "both"))
+    privileged: str = option("aspects", "what the rubric's prompt adds", choices=("aspects", "narrative", "both"))
     answer_format: str = option("json", "how answers are written; json is LaMP-QA's", choices=("json", "text"))
     prompts: str = option("", "YAML or JSON file of templates that replace ours (see TEMPLATES in lamp_qa.py)")
     max_prompt_tokens: int = option(6144, "rows whose longer prompt has more tokens are left out, never cut", low=1)
@@ -97,7 +97,7 @@ def sample_answers(tokenizer, prompts, options, folder: Path, accelerator) -> di
     depends on seed, id and try; the batches are the same whatever was done before, and however many processes there are.
     """
     model = load_model(options.model, options.dtype, accelerator.device).eval()
-    check_positions(model, max(map(len, prompts.values())) + options.max_new_tokens)
+    check_positions(options.model, max(map(len, prompts.values())) + options.max_new_tokens)
     answers, stop = {}, stop_ids(model, tokenizer)
     left = sorted(prompts, key=lambda name: -len(prompts[name]))
     for attempt in range(options.resamples + 1):

@@ -106,7 +106,7 @@ class GraspOptions:
     optimizer: str = option("adamw_8bit", "AdamW and its state", choices=("adamw_8bit", "paged_adamw_8bit", "adamw"))
     dtype: str = option("bfloat16", "of weights; bfloat16 is rounded stochastically", choices=("bfloat16", "float32"))
     epochs: int = option(1, "passes over the data", low=1)
-    max_steps: int = option(0, "optimizer steps, instead of epochs; 0: by epochs", low=0)
+    max_steps: int = option(0, "optimizer steps, instead of --epochs; 0: as many as those take", low=0)
     micro_batch_tokens: int = option(8192, "rows x longest row of a forward and backward pass; at least one row", low=1)
     shard: bool = option(False, "several processes split the decoder layers between them (torch's fully_shard, as ZeRO-3)")
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
@@ -600,12 +600,12 @@ def train(options: GraspOptions) -> Path:
         say(f"the run is finished: its model is in {folder / 'model'}; for people: {write_run_page(folder)}")
         return folder / "model"
     longest = [max(len(example[role]) for example in examples + held_out) for role in ("student", "teacher")]
+    check_positions(options.model, max(longest) + options.max_new_tokens)
     say(forecast(options, *longest, accelerator.device, world))
     if options.dry_run:
         return folder
     student = load_student(options, checkpoint, accelerator.device)
     teacher = load_teacher(options, student, checkpoint, accelerator.device)
-    check_positions(student, max(longest) + options.max_new_tokens)
     stop = stop_ids(student, tokenizer)
     if options.gradient_checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
@@ -617,7 +617,8 @@ def train(options: GraspOptions) -> Path:
     metrics = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / "options.yaml", yaml.safe_dump(dataclasses.asdict(options), sort_keys=False))
+        settings = dataclasses.asdict(options) | {"resume": False}  # the same file, whether the run was stopped or not
+        write_file(folder / "options.yaml", yaml.safe_dump(settings, sort_keys=False))
         write_file(folder / "data.json", json.dumps(account, indent=1))
         write_lines(folder / "metrics.jsonl", metrics)
     if options.log_with:
@@ -708,6 +709,7 @@ def train(options: GraspOptions) -> Path:
                 if main:
                     remove_old(folder, options)
             if stopping:
+                bar.close()
                 say(f"stopped after step {step + 1} of {total}; give the same command with --resume to go on")
                 raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     with whole(student):

@@ -5,6 +5,7 @@ set is another file like this one: `load_rows` gives the rows, `student_messages
 `make_examples` says which rows can be trained on. There is nothing to run: the scripts import it.
 """
 
+import difflib
 import functools
 import hashlib
 import json
@@ -18,9 +19,12 @@ import torch
 import yaml
 from transformers import AutoModel, AutoTokenizer
 
-from command_line import InputError, first_line, listed
+from command_line import InputError, first_line, listed, read_text
 
 CONFIGS = ("Art_and_Entertainment", "Lifestyle_and_Personal_Development", "Society_and_Culture")
+FIELDS = {name: name for name in ("id", "config", "question", "narrative", "rubric_aspects", "profile")}
+FIELDS |= {"details": "narrative", "aspects": "rubric_aspects"}  # other names they go by
+ASPECT_FIELDS = {name: name for name in ("aspect", "reason", "evidence")}
 LEAK_RUN = 5  # this many words in a row, and not fewer, count as recited
 LOOKS_LIKE_MARKER = r"<[^<>\s]+>|\[/?[A-Z_]+\]|<</?[A-Z]+>>"
 HOLE = "\ufdd0"  # no character: stands for what people write, where a chat template is looked at
@@ -29,21 +33,21 @@ HOLE = "\ufdd0"  # no character: stands for what people write, where a chat temp
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(dataset: str, split: str, config: str = "") -> list[dict]:
+def load_rows(dataset: str, split: str, config: str = "", flag: str = "--split") -> list[dict]:
     """Read and check the rows of one split (LaMP-QA's schema: arXiv 2506.00137, section 3).
 
     `dataset` is a JSON or JSON Lines file (`split` is then not looked at), a folder that holds SPLIT.json or SPLIT.jsonl,
     itself or in one sub-folder per config, or a hub id. Every row comes back as a dict of id, config, question, narrative
     (texts, "" where absent), rubric_aspects ([{aspect, reason, evidence}]) and profile (list of texts).
-    Raises InputError that names the first faults by file, row, id and field.
+    Raises InputError that names the first faults by file, row, id and field, or the `flag` that names another split.
     """
     rows, faults, first = [], [], {}
-    for source, number, raw, its_config in read_rows(dataset, split, config):
+    for source, number, raw, its_config in read_rows(dataset, split, config, flag):
         row, wrong = check_row(raw, its_config)
         if not wrong and row["id"] in first:
             wrong = [f"id: expected each id once, but row {first[row['id']]} has it too"]
-        name = raw.get("id") if isinstance(raw, dict) else None
-        faults += [f"{source}, row {number}, id {str(name)[:60]!r}, {fault}" for fault in wrong]
+        name = f"id {str(raw['id'])[:60]!r}, " if isinstance(raw, dict) and raw.get("id") is not None else ""
+        faults += [f"{source}, row {number}, {name}{fault}" for fault in wrong]
         if not wrong:
             first[row["id"]] = number
             rows.append(row)
@@ -51,11 +55,12 @@ def load_rows(dataset: str, split: str, config: str = "") -> list[dict]:
         raise InputError("; ".join(faults[:5]) + (f"; and {len(faults) - 5} more faults" if len(faults) > 5 else ""))
     wanted = [row for row in rows if not config or row["config"] in ("", config)]
     if not wanted:
-        raise InputError(f"{dataset}: expected rows of split {split!r}{f' and config {config!r}' * bool(config)}, found 0")
+        of_config = f" and config {config!r}" * bool(config)
+        raise InputError(f"{dataset}: expected rows of split {split!r} ({flag}){of_config}, found 0")
     return wanted
 
 
-def read_rows(dataset: str, split: str, config: str = ""):
+def read_rows(dataset: str, split: str, config: str = "", flag: str = "--split"):
     """Yield (file, row number from 1, the row as it stands, its config or "") for each row of a split, unchecked."""
     path = Path(dataset)
     if path.is_file():
@@ -77,7 +82,8 @@ def read_rows(dataset: str, split: str, config: str = ""):
         if not found and (
             there := sorted(file.name for folder, _ in folders for end in ("json", "jsonl") for file in folder.glob(f"*.{end}"))
         ):
-            raise InputError(f"{dataset}: has no split {split!r}: expected {split}.jsonl or .json, found {listed(there, 5)}")
+            expected = f"expected {split}.jsonl or .json, found {listed(there, 5)}"
+            raise InputError(f"{dataset}: has no split {split!r} ({flag}): {expected}")
     elif dataset.endswith((".json", ".jsonl")) or dataset.startswith((".", "/", "~")) or dataset.strip("/").count("/") != 1:
         raise InputError(f"{dataset}: no such file or folder (and not of the form OWNER/NAME, a data set on the hub)")
     if not path.exists():
@@ -93,10 +99,7 @@ def read_rows(dataset: str, split: str, config: str = ""):
 
 def read_file(path: Path, config: str):
     """The same for one file: a JSON list of rows, or one row a line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+    text = read_text(path)
     if text.lstrip()[:1] == "[":
         numbered = enumerate(parse_json(text, str(path)), 1)
     else:  # split only at newlines: str.splitlines would also cut at separators that JSON allows inside strings
@@ -135,21 +138,33 @@ def check_row(raw, config: str = "") -> tuple[dict, list[str]]:
         faults.append(f"{field}: expected a list of objects, found {value!r:.60}")
         return []
 
+    def misspelt(given, fields, where=""):
+        """Not every field has to be there, but one under a wrong name is not one that is missing."""
+        there = {fields.get(name) for name in given}
+        missing = [name for name, field in fields.items() if field not in there]
+        for name in given:
+            if name not in fields and (near := difflib.get_close_matches(name, missing, 1, 0.75)):
+                faults.append(f"{where}{listed([name], 1)}: unknown field; is {near[0]!r} meant?")
+
+    misspelt(raw, FIELDS)
     aspects = "rubric_aspects" if raw.get("rubric_aspects") is not None else "aspects"
     narrative = "narrative" if raw.get("narrative") is not None else "details"
+    rubric, posts = objects(aspects), objects("profile")
+    for index, item in enumerate(rubric):
+        misspelt(item, ASPECT_FIELDS, f"{aspects}[{index}].")
+    for index, item in enumerate(posts):
+        if "text" not in item:
+            faults.append(f"profile[{index}].text: expected a string, found only {listed(list(item), 5) or 'nothing'}")
     row = {
         "id": text(raw.get("id"), "id", needed=True),
         "config": text(raw.get("config"), "config") or config,
         "question": text(raw.get("question"), "question", needed=True),
         "narrative": text(raw.get(narrative), narrative),
         "rubric_aspects": [
-            {
-                key: text(item.get(key), f"{aspects}[{index}].{key}", needed=key == "aspect")
-                for key in ("aspect", "reason", "evidence")
-            }
-            for index, item in enumerate(objects(aspects))
+            {key: text(item.get(key), f"{aspects}[{index}].{key}", needed=key == "aspect") for key in ASPECT_FIELDS}
+            for index, item in enumerate(rubric)
         ],
-        "profile": [text(item.get("text"), f"profile[{index}].text") for index, item in enumerate(objects("profile"))],
+        "profile": [text(item.get("text"), f"profile[{index}].text") for index, item in enumerate(posts)],
     }
     return row, faults
 
@@ -239,8 +254,9 @@ def load_templates(path: str = "") -> dict[str, str]:
     templates = {name: text for name, (text, _) in TEMPLATES.items()}
     if not path:
         return templates
+    text = read_text(path)
     try:
-        replaced = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        replaced = yaml.safe_load(text)
     except Exception as error:  # YAML has errors of its own, and others for values such as 2024-13-45
         raise InputError(f"{path}: cannot be read as YAML or JSON: {first_line(error)}") from error
     if not isinstance(replaced, dict):
@@ -398,11 +414,12 @@ def in_profile(row: dict, num_contexts: int) -> bool:
     return any(runs and 2 * len(runs & posts) >= len(runs) for runs in map(word_runs, pieces))
 
 
-def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tuple[list[dict], dict[str, list[str]]]:
+def make_examples(rows: list[dict], tokenizer, options, templates: dict, where="") -> tuple[list[dict], dict[str, list[str]]]:
     """Turn rows into examples {id, config, row, student, teacher, prompt, privileged}: the two prompts as token ids, the
     student's user turn and the privileged block as text. Also returns the ids of the rows left out, by reason.
 
-    Raises InputError if more than `options.max_dropped` of the rows cannot be used. Nothing is ever truncated.
+    Raises InputError, which names `where`, if more than `options.max_dropped` of the rows cannot be used. Nothing is ever
+    truncated.
     """
     examples, dropped, cures = [], {}, {}
     for row in rows:
@@ -421,7 +438,8 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
         longest = max(len(example["student"]), len(example["teacher"]))
         if not privileged:
             reason = f"no {options.privileged.replace('both', 'aspects or narrative')} to show the teacher"
-            cure = "add them to the data, or choose another --privileged"
+            field = {"aspects": "rubric_aspects", "narrative": "narrative", "both": "either field"}[options.privileged]
+            cure = f"add {field} to them, or choose another --privileged"
         elif in_profile(row, options.num_contexts):
             reason, cure = "privileged text in the profile", "take it out of either, or lower --num-contexts"
         elif longest > options.max_prompt_tokens:
@@ -437,18 +455,24 @@ def make_examples(rows: list[dict], tokenizer, options, templates: dict) -> tupl
         faults = [f"{why}: {len(ids)} ({listed(ids, 3)}): {cures[why]}" for why, ids in dropped.items()]
         faults += ["or raise --max-dropped"] * bool(examples)
         allowed = f"more than --max-dropped {options.max_dropped} allows"
-        raise InputError(f"{left_out} of {len(rows)} rows cannot be used, {allowed}: {'; '.join(faults)}")
+        where += ": " * bool(where)
+        raise InputError(f"{where}{left_out} of {len(rows)} rows cannot be used, {allowed}: {'; '.join(faults)}")
     return examples, dropped
 
 
-def load_examples(options, dataset: str, split: str, tokenizer, templates) -> tuple[list[dict], dict]:
-    """The rows of a split as examples, and the account of them: how many came in, are used, and are left out and why, and
-    a hash of all that the models are shown."""
-    rows = load_rows(dataset, split, options.config)
+def load_examples(options, dataset: str, split: str, tokenizer, templates, flag="--split") -> tuple[list[dict], dict]:
+    """The rows of a split as examples, and the account of them: how many came in, are used (and, of these, which have no
+    posts), and are left out and why, and a hash of all that the models are shown. Raises InputError as `load_rows` and
+    `make_examples` do, and if no row has posts."""
+    rows = load_rows(dataset, split, options.config, flag)
     if options.rank_profile_with:
         rows = rank_profiles(rows, options.rank_profile_with)
-    examples, dropped = make_examples(rows, tokenizer, options, templates)
+    examples, dropped = make_examples(rows, tokenizer, options, templates, f"{dataset}, {split}")
+    bare = [example["id"] for example in examples if not any(map(str.strip, example["row"]["profile"]))]
+    if len(bare) == len(examples) and options.num_contexts:
+        raise InputError(f"{dataset}, {split}: no row has a post in its profile; --num-contexts 0 does without")
     account = {"dataset": dataset, "split": split, "rows": len(rows), "used": len(examples), "left_out": dropped}
+    account |= {"without_posts": bare} if bare and options.num_contexts else {}
     shown = hashlib.sha256()
     for example in examples:
         shown.update(repr((example["student"], example["teacher"])).encode())
@@ -464,7 +488,8 @@ def load_data(options, tokenizer, templates) -> tuple[list[dict], list[dict], di
     held_out, accounts = [], {"train": account}
     if options.eval_steps or options.sample_steps:
         where = options.eval_dataset or options.dataset
-        held_out, accounts["held_out"] = load_examples(options, where, options.eval_split, tokenizer, templates)
+        flag = "--eval-split, of --eval-dataset"
+        held_out, accounts["held_out"] = load_examples(options, where, options.eval_split, tokenizer, templates, flag)
         if shared := {example["id"] for example in examples} & {example["id"] for example in held_out}:
             raise InputError(f"{where}: {len(shared)} held-out rows are training rows, {min(shared)!r} say; see --eval-dataset")
     return examples, held_out, accounts
@@ -472,4 +497,6 @@ def load_data(options, tokenizer, templates) -> tuple[list[dict], list[dict], di
 
 def describe(account: dict) -> str:
     reasons = "".join(f"; left out, {why}: {len(ids)} ({listed(ids, 5)})" for why, ids in account["left_out"].items())
-    return f"{account['dataset']}, {account['split']}: {account['rows']} rows, {account['used']} used{reasons}"
+    bare = account.get("without_posts")
+    used = f"{account['used']} used" + (f", {len(bare)} of them without posts ({listed(bare, 5)})" if bare else "")
+    return f"{account['dataset']}, {account['split']}: {account['rows']} rows, {used}{reasons}"

@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 from json_repair import repair_json
 
-from command_line import InputError
+from command_line import InputError, read_text
 from lamp_qa import parse_json
 
 REASONING = r"think|thinking|thought|thoughts|reason|reasoning|analysis|reflection|scratchpad"
@@ -81,10 +80,7 @@ def read_score(text) -> int | None:
 
 def read_responses(path: str) -> dict[str, str]:
     """Answers by id from a file {id: [{"output": answer}, ...]}; of several answers the first, as the benchmark reads it."""
-    try:
-        raw = parse_json(Path(path).read_text(encoding="utf-8-sig"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+    raw = parse_json(read_text(path), path)
     if not isinstance(raw, dict):
         raise InputError(f'{path}: expected an object {{id: [{{"output": answer}}]}}, found {raw!r:.60}')
     answers = {}
@@ -98,10 +94,10 @@ def read_responses(path: str) -> dict[str, str]:
 
 def read_scores(path: str) -> dict[str, float]:
     """Question scores by id from a scores.json."""
+    raw = parse_json(read_text(path), path)
     try:
-        raw = parse_json(Path(path).read_text(encoding="utf-8-sig"), path)
         return {question["id"]: float(question["score"]) for question in raw["per_question_scores"]}
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: expected scores.json of a run, per_question_scores of id and score: {error!r:.80}"
         ) from error

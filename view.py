@@ -149,6 +149,8 @@ def main(argv: list[str]):
     if len(argv) != 1 or argv[0].startswith("-"):
         raise InputError("usage: python view.py FOLDER, the results of evaluate.py or a run of grasp.py")
     folder = Path(argv[0])
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
     print(write_run_page(folder) if (folder / "metrics.jsonl").exists() else write_page(folder))
 
 

@@ -94,7 +94,7 @@ def cut(path):
 WRONG = {
     "no arguments": (None, [], ["--model", "needed"]),
     "no data set": (None, ["--model", "model"], ["--dataset", "needed"]),
-    "missing config file": (None, ["nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    "missing config file": (None, ["nowhere.yaml"], ["nowhere.yaml: no such file"]),
     "config file is a folder": (None, ["model"], ["model", "directory"]),
     "YAML no mapping": (lambda p: (p / "run.yaml").write_text("- a\n- b\n"), ["run.yaml"], ["run.yaml", "option: value"]),
     "broken YAML": (lambda p: (p / "run.yaml").write_text("a: [1\nb: {"), ["run.yaml"], ["run.yaml", "YAML"]),
@@ -160,8 +160,18 @@ WRONG = {
         ["run.yaml", "--privileged", "both"],
         ["1024", "--max-prompt-tokens"],
     ),
+    "answer longer than the model, before a run": (
+        None,
+        ["run.yaml", "--max-new-tokens", "1000", "--dry-run"],
+        ["1024", "lower --max-new-tokens"],
+    ),
+    "no held-out split": (
+        None,
+        ["run.yaml", "--eval-steps", "1", "--eval-split", "dev"],
+        ["'dev' (--eval-split, of --eval-dataset)", "found"],
+    ),
     "answer longer than the model": (None, ["run.yaml", "--max-new-tokens", "1000"], ["1024", "tokens"]),
-    "missing templates": (None, ["run.yaml", "--prompts", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    "missing templates": (None, ["run.yaml", "--prompts", "nowhere.yaml"], ["nowhere.yaml: no such file"]),
     "wrong template": (
         lambda p: (p / "prompts.yaml").write_text("question: Q\n"),
         ["run.yaml", "--prompts", "prompts.yaml"],

@@ -142,14 +142,52 @@ def test_optional_fields_may_be_absent_or_null(tmp_path):
         ({"profile": ["a post"]}, ["profile", "list of objects"]),
         ({"question": "half \ud83d"}, ["question", "surrogate"]),
         ({"profile": [{"text": "\udfff"}]}, ["profile[0].text", "surrogate"]),
+        ({"profile": [{"text": "ok"}, {"id": 1, "txt": "a post"}]}, ["profile[1].text", "id, txt"]),
+        ({"id": None}, ["row 3, id:", "None"]),
     ],
 )
 def test_a_fault_is_named_by_file_row_id_and_field(tmp_path, change, named):
     rows = toy_rows(4)
     rows[2].update(change)
     text = fault_of(write_rows(tmp_path / "train.jsonl", rows))
-    row_id = str(rows[2]["id"])
-    assert all(word in text for word in [str(tmp_path / "train.jsonl"), "row 3,", f"id {row_id!r}", "expected", *named]), text
+    its_id = [f"id {str(rows[2]['id'])!r}"] * (rows[2]["id"] is not None)
+    assert all(word in text for word in [str(tmp_path / "train.jsonl"), "row 3,", *its_id, "expected", *named]), text
+
+
+@pytest.mark.parametrize(
+    "field, misspelt",
+    [("profile", "profiles"), ("rubric_aspects", "rubric_aspect"), ("narrative", "narative"), ("config", "Config")],
+)
+def test_a_misspelt_field_is_no_missing_one(tmp_path, field, misspelt):
+    rows = toy_rows(4)
+    rows[2][misspelt] = rows[2].pop(field, "One")
+    text = fault_of(write_rows(tmp_path / "train.jsonl", rows))
+    assert all(word in text for word in ["train.jsonl, row 3, id 'q2'", f"{misspelt}: unknown field", f"'{field}' meant"]), text
+
+
+def test_rows_without_posts_are_counted_and_a_data_set_without_any_is_refused(tmp_path, options):
+    rows, settings = toy_rows(6), options(max_prompt_tokens=2000)
+    del rows[1]["profile"]
+    rows[4]["profile"] = [{"text": " "}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    _, account = load_examples(settings, path, "train", TOKENIZER, TEMPLATES)
+    assert account["without_posts"] == ["q1", "q4"] and "6 used, 2 of them without posts (q1, q4)" in describe(account)
+    path = write_rows(tmp_path / "b.jsonl", [{**row, "profile": []} for row in rows])
+    with pytest.raises(InputError, match=r"b\.jsonl, train: no row has a post in its profile; --num-contexts 0"):
+        load_examples(settings, path, "train", TOKENIZER, TEMPLATES)
+    settings.num_contexts = 0
+    examples, account = load_examples(settings, path, "train", TOKENIZER, TEMPLATES)
+    assert len(examples) == 6 and "without_posts" not in account
+
+
+def test_a_misspelt_reason_is_named_and_other_fields_are_nobodys_business(tmp_path):
+    rows = toy_rows(2)
+    rows[1]["rubric_aspects"][0]["reasons"] = rows[1]["rubric_aspects"][0].pop("reason", "because")
+    assert "rubric_aspects[0].reasons: unknown field; is 'reason' meant?" in fault_of(write_rows(tmp_path / "a.jsonl", rows))
+    rows = [{**row, "title": "t", "profiles": 3, "url": None, "aspects": None, "detail": 1} for row in toy_rows(2)]
+    for post in rows[0]["profile"]:
+        post |= {"date": "2020", "texts": 1}
+    assert load_rows(write_rows(tmp_path / "b.jsonl", rows), "") == load_rows(write_rows(tmp_path / "c.jsonl", toy_rows(2)), "")
 
 
 def test_faults_are_reported_together_and_the_rest_is_counted(tmp_path):
@@ -188,7 +226,8 @@ def test_a_file_that_is_no_text_a_missing_one_and_a_missing_split_are_input_erro
     assert "a.json" in fault_of(tmp_path / "a.json")
     assert "no such file" in fault_of(tmp_path / "b.json") and "no such file" in fault_of("nowhere")
     write_rows(tmp_path / "data/train.jsonl", toy_rows(2))
-    assert "'test'" in fault_of(tmp_path / "data", "test")
+    missing = fault_of(tmp_path / "data", "test")
+    assert "'test' (--split)" in missing and "found train.jsonl" in missing
     assert "'Other'" in fault_of(write_rows(tmp_path / "c.jsonl", [{**toy_rows(1)[0], "config": "One"}]), "train", "Other")
 
 
@@ -418,5 +457,7 @@ def test_a_missing_encoder_is_an_input_error(tmp_path):
 
 def test_a_folder_without_the_split_is_told_apart_from_the_hub(tmp_path):
     write_rows(tmp_path / "train.jsonl", toy_rows(1))
-    with pytest.raises(InputError, match="has no split 'validation': expected validation.jsonl or .json, found train.jsonl"):
+    with pytest.raises(
+        InputError, match=r"no split 'validation' \(--split\): expected validation.jsonl or .json, found train.jsonl"
+    ):
         load_rows(str(tmp_path), "validation")
