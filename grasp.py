@@ -372,21 +372,21 @@ def divergence_backward(student, hidden, teacher, teacher_hidden, num_tokens, op
             student_logits = head_logits(student, part)  # (C, V)
         with torch.no_grad():
             teacher_logits = head_logits(teacher, teacher_hidden[rows])
-        logits_gradient = torch.empty_like(student_logits)
         for first in range(0, len(part), few):
             some = slice(first, first + few)
             logits, teacher_part = student_logits[some].detach().requires_grad_(learn), teacher_logits[some]
             with torch.set_grad_enabled(learn):
                 divergence = token_divergence(logits, teacher_part, *settings)
-            if learn:
-                logits_gradient[some] = torch.autograd.grad(divergence.sum() / num_tokens, logits)[0]
             with torch.no_grad():
                 log_p = logits.float().log_softmax(-1)
-                entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
-                agreement = logits.argmax(-1) == teacher_part.argmax(-1)
+                entropy = -torch.linalg.vecdot(log_p.exp(), log_p.clamp_(min=-1e30))
+                favourite = logits.max(-1, keepdim=True).indices
+                agreement = teacher_part.gather(-1, favourite)[:, 0] == teacher_part.amax(-1)
                 statistics[:, rows][:, some] = torch.stack([divergence.detach(), entropy, agreement.float()])
+            if learn:  # the gradient takes the place of the teacher's logits, which have served
+                teacher_part.copy_(torch.autograd.grad(divergence.sum() / num_tokens, logits)[0])
         if learn:
-            student_logits.backward(logits_gradient)
+            student_logits.backward(teacher_logits)
             gradient[rows] = part.grad
     if learn:
         hidden.backward(gradient)
