@@ -75,8 +75,8 @@ def load_config(path: str):
 
 def check_positions(path: str, longest: int):
     """Raises InputError if the longest prompt with the longest answer, in tokens, is more than the model has positions."""
-    limit = getattr(load_config(path), "max_position_embeddings", longest)
-    if longest > limit:
+    limit = getattr(load_config(path).get_text_config(), "max_position_embeddings", longest)
+    if longest > limit > 0:
         advice = "lower --max-new-tokens, --num-contexts or --max-prompt-tokens"
         raise InputError(f"{path}: prompt and answer take up to {longest} tokens, the model {limit}; {advice}")
 
@@ -256,9 +256,11 @@ def latest_checkpoint(folder: Path, options, account: dict) -> tuple[int, Path |
         raise InputError(f"{folder}: no run to resume")
     before, now = read_yaml(str(folder / "options.yaml")), dataclasses.asdict(options)
     if (folder / "data.json").exists():
-        data = json.loads((folder / "data.json").read_text("utf-8"))
         now |= {"rows": account["train"]["hash"]}
-        before |= {"rows": data["train"].get("hash")}
+        try:
+            before |= {"rows": json.loads((folder / "data.json").read_text("utf-8"))["train"]["hash"]}
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{folder / 'data.json'}: is not what a run wrote: {type(error).__name__}") from error
     if changed := changes(before, now, FREE):
         raise InputError(f"{folder}: cannot be resumed with other settings: {changed}")
     found = checkpoints(folder)

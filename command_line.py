@@ -22,7 +22,8 @@ class InputError(Exception):
 def first_line(error) -> str:
     """An exception as one line of text."""
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror.lower()}"
+        reason = str(error.strerror)
+        return " ".join(f"{error.filename}: {reason[:1].lower()}{reason[1:]}".split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0]
 
@@ -108,6 +109,8 @@ def read_text(path) -> str:
         raise InputError(first_line(error)) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: expected text in UTF-8: {first_line(error)}") from error
+    except ValueError as error:  # no name that a file can have
+        raise InputError(f"{path!r}: no such file: {first_line(error)}") from error
 
 
 def write_file(path: Path, text: str):
@@ -146,6 +149,9 @@ def until_signal():
 
 def run(main):
     """Run a script's main: what the user can mend ends in one line on standard error and status 2, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # ids in any script, on a terminal or in a log that knows only ASCII
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
     except (InputError, OSError) as error:

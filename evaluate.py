@@ -15,6 +15,7 @@ score. A run that was stopped goes on where it stood when the same command is gi
 scores.json (LaMP-QA's forms), summary.json, and a page for people, index.html (view.py).
 """
 
+import difflib
 import functools
 import json
 import platform
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from checkpoint import check_positions
-from command_line import InputError, listed, option, parse_options, run, write_file
+from command_line import InputError, listed, option, parse_options, read_text, run, write_file
 from grasp import load_model, load_tokenizer, sample_completions, seed_for
 from judges import grade, load_judge
 from lamp_qa import (
@@ -41,7 +42,7 @@ from lamp_qa import (
     stop_ids,
     student_messages,
 )
-from replies import extract_answer, read_responses, read_scores
+from replies import extract_answer, look_up, read_responses, read_scores
 from resumable import check_settings, digest, fingerprint, in_batches, quiet_accelerator
 from view import as_table, write_page
 
@@ -97,7 +98,6 @@ def sample_answers(tokenizer, prompts, options, folder: Path, accelerator) -> di
     depends on seed, id and try; the batches are the same whatever was done before, and however many processes there are.
     """
     model = load_model(options.model, options.dtype, accelerator.device).eval()
-    check_positions(options.model, max(map(len, prompts.values())) + options.max_new_tokens)
     answers, stop = {}, stop_ids(model, tokenizer)
     left = sorted(prompts, key=lambda name: -len(prompts[name]))
     for attempt in range(options.resamples + 1):
@@ -220,7 +220,7 @@ def compare(ours: dict, theirs: dict, path: str) -> dict:
     ranked = sorted(shared, key=lambda name: -shared[name])  # stable: ties as they stand in the data
     return {
         "other": path,
-        "other_judge": parse_json(summary.read_text("utf-8"), str(summary))["judge"] if summary.exists() else "",
+        "other_judge": str(look_up(parse_json(read_text(summary), str(summary)), "judge") or "") if summary.exists() else "",
         "questions": len(shared),
         **{"difference": round(mean, 6), "low": round(low, 6), "high": round(high, 6)},
         **{"wins": wins, "ties": ties, "losses": losses},
@@ -262,6 +262,8 @@ def check_failures(graded):
 def evaluate(options: EvaluateOptions) -> dict:
     """Answer, grade and report as `options` say; returns what is written to summary.json. Raises InputError in the end if
     too many calls of the judge failed."""
+    if options.judge != "keywords" and difflib.get_close_matches(options.judge, ["keywords"], 1, 0.8):
+        raise InputError(f"--judge is {options.judge!r}; is 'keywords' meant?")
     if not (options.model or options.responses):
         raise InputError("--model or --responses is needed: what answers the questions, or a file of answers")
     folder, accelerator = Path(options.output_dir), quiet_accelerator()
@@ -285,6 +287,8 @@ def evaluate(options: EvaluateOptions) -> dict:
         raise InputError(f"{options.dataset}, {options.split}: no question is left to grade")
     if options.compare and not rows.keys() & theirs.keys():
         raise InputError(f"{options.compare}: none of its questions is among this run's")
+    if prompts:
+        check_positions(options.model, max(map(len, prompts.values())) + options.max_new_tokens)
     settings = fingerprint(options, rows, templates, bool(prompts)) | {"responses_hash": digest(given)}
     if main:
         check_settings(folder, settings, FREE)

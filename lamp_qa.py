@@ -80,7 +80,13 @@ def read_rows(dataset: str, split: str, config: str = "", flag: str = "--split")
         if of_config:
             return
         if not found and (
-            there := sorted(file.name for folder, _ in folders for end in ("json", "jsonl") for file in folder.glob(f"*.{end}"))
+            there := sorted(
+                file.name
+                for folder, _ in folders
+                for end in ("json", "jsonl")
+                for file in folder.glob(f"*.{end}")
+                if file.is_file()
+            )
         ):
             expected = f"expected {split}.jsonl or .json, found {listed(there, 5)}"
             raise InputError(f"{dataset}: has no split {split!r} ({flag}): {expected}")
@@ -143,18 +149,20 @@ def check_row(raw, config: str = "") -> tuple[dict, list[str]]:
         there = {fields.get(name) for name in given}
         missing = [name for name, field in fields.items() if field not in there]
         for name in given:
-            if name not in fields and (near := difflib.get_close_matches(name, missing, 1, 0.75)):
+            if name in fields or given[name] is None:
+                continue
+            if near := difflib.get_close_matches(name.lower(), missing, 1, 0.85):
                 faults.append(f"{where}{listed([name], 1)}: unknown field; is {near[0]!r} meant?")
 
     misspelt(raw, FIELDS)
-    aspects = "rubric_aspects" if raw.get("rubric_aspects") is not None else "aspects"
-    narrative = "narrative" if raw.get("narrative") is not None else "details"
+    aspects = "rubric_aspects" if raw.get("rubric_aspects") or not raw.get("aspects") else "aspects"
+    narrative = "narrative" if raw.get("narrative") or not raw.get("details") else "details"
     rubric, posts = objects(aspects), objects("profile")
     for index, item in enumerate(rubric):
         misspelt(item, ASPECT_FIELDS, f"{aspects}[{index}].")
     for index, item in enumerate(posts):
         if "text" not in item:
-            faults.append(f"profile[{index}].text: expected a string, found only {listed(list(item), 5) or 'nothing'}")
+            faults.append(f"profile[{index}].text: expected a string, found {listed(list(item), 5) or 'nothing'}")
     row = {
         "id": text(raw.get("id"), "id", needed=True),
         "config": text(raw.get("config"), "config") or config,
@@ -469,7 +477,7 @@ def load_examples(options, dataset: str, split: str, tokenizer, templates, flag=
         rows = rank_profiles(rows, options.rank_profile_with)
     examples, dropped = make_examples(rows, tokenizer, options, templates, f"{dataset}, {split}")
     bare = [example["id"] for example in examples if not any(map(str.strip, example["row"]["profile"]))]
-    if len(bare) == len(examples) and options.num_contexts:
+    if len(bare) == len(examples) and options.num_contexts and getattr(options, "context", "") != "none":
         raise InputError(f"{dataset}, {split}: no row has a post in its profile; --num-contexts 0 does without")
     account = {"dataset": dataset, "split": split, "rows": len(rows), "used": len(examples), "left_out": dropped}
     account |= {"without_posts": bare} if bare and options.num_contexts else {}

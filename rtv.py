@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from checkpoint import check_positions
 from command_line import InputError, option, parse_options, run, write_lines
 from evaluate import (
     FREE,
@@ -98,11 +99,12 @@ def filter_rows(options: RtvOptions) -> Path:
     say(describe(account))
     if output.resolve() in {Path(source).resolve() for source, *_ in raw}:
         raise InputError(f"{output}: is the data set itself; choose another --output")
+    check_positions(options.model, max(map(len, prompts.values()), default=0) + options.max_new_tokens)
     settings = fingerprint(options, rows, templates)
     if main:
         for path in stages:
             if path.exists() and not work.exists() and not options.overwrite:
-                raise InputError(f"{path}: exists already; choose another --output, or give --overwrite")
+                raise InputError(f"{path}: exists already; choose an --output in another folder, or give --overwrite")
         if options.overwrite:
             shutil.rmtree(work, ignore_errors=True)
             [path.unlink(missing_ok=True) for path in stages]

@@ -165,9 +165,19 @@ WRONG = {
         ["run.yaml", "--max-new-tokens", "1000", "--dry-run"],
         ["1024", "lower --max-new-tokens"],
     ),
+    "a name that no file can have": (
+        lambda p: (p / "odd.yaml").write_text('prompts: "a\\0b"\n'),
+        ["odd.yaml", "--model", "model", "--dataset", "rows.jsonl", "--output-dir", "out"],
+        ["no such file"],
+    ),
+    "resume beside a damaged account": (
+        lambda p: (checkpoint(p), (p / "out/data.json").write_text("{}")),
+        ["run.yaml", "--resume"],
+        ["data.json: is not what a run wrote"],
+    ),
     "no held-out split": (
-        None,
-        ["run.yaml", "--eval-steps", "1", "--eval-split", "dev"],
+        lambda p: ((p / "d").mkdir(), shutil.copy(p / "rows.jsonl", p / "d/train.jsonl")),
+        ["run.yaml", "--dataset", "d", "--eval-steps", "1", "--eval-split", "dev"],
         ["'dev' (--eval-split, of --eval-dataset)", "found"],
     ),
     "answer longer than the model": (None, ["run.yaml", "--max-new-tokens", "1000"], ["1024", "tokens"]),

@@ -180,11 +180,19 @@ def test_rows_without_posts_are_counted_and_a_data_set_without_any_is_refused(tm
     assert len(examples) == 6 and "without_posts" not in account
 
 
+def test_either_name_of_a_field_will_do_if_the_other_is_empty(tmp_path):
+    rows = toy_rows(1)
+    given = [{**rows[0], "narrative": "", "details": "more", "rubric_aspects": [], "aspects": [{"aspect": "a"}]}]
+    found = load_rows(write_rows(tmp_path / "a.jsonl", given), "")[0]
+    assert found["narrative"] == "more" and found["rubric_aspects"] == [{"aspect": "a", "reason": "", "evidence": ""}]
+
+
 def test_a_misspelt_reason_is_named_and_other_fields_are_nobodys_business(tmp_path):
     rows = toy_rows(2)
     rows[1]["rubric_aspects"][0]["reasons"] = rows[1]["rubric_aspects"][0].pop("reason", "because")
     assert "rubric_aspects[0].reasons: unknown field; is 'reason' meant?" in fault_of(write_rows(tmp_path / "a.jsonl", rows))
-    rows = [{**row, "title": "t", "profiles": 3, "url": None, "aspects": None, "detail": 1} for row in toy_rows(2)]
+    more = {"title": "t", "profiles": 3, "url": None, "aspects": None, "detail": 1, "config_id": 1, "configs": None}
+    rows = [{**row, **more} for row in toy_rows(2)]
     for post in rows[0]["profile"]:
         post |= {"date": "2020", "texts": 1}
     assert load_rows(write_rows(tmp_path / "b.jsonl", rows), "") == load_rows(write_rows(tmp_path / "c.jsonl", toy_rows(2)), "")

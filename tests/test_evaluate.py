@@ -425,10 +425,14 @@ def test_with_a_local_judge_end_to_end(run, model_folder, judge_folder, tmp_path
         (dict(judge="no/such/judge"), "no/such/judge"),
         (dict(max_new_tokens=1000), "the model 1024"),
         (dict(split="nowhere"), "nowhere"),
+        (dict(judge="keyword"), "is 'keywords' meant"),
     ],
 )
-def test_wrong_input_is_one_line(run, model_folder, settings, message):
+def test_wrong_input_is_one_line_and_leaves_no_folder_that_would_refuse_what_it_advises(
+    run, model_folder, settings, message, tmp_path
+):
     model = {} if not settings else {"model": str(model_folder)}
     with pytest.raises(InputError, match=message) as error:
-        run(**{**model, **settings})
+        run(**{**model, "output_dir": str(tmp_path / "refused"), **settings})
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "refused").exists()
