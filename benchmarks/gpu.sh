@@ -11,11 +11,12 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 loss="--tokens 2048 --vocabulary 151936 --hidden 1536 --dtype bfloat16 --rounds 2"
-step="--random ${SIZE:-qwen2.5-1.5b} --batch-size 32 --micro-batch 8 --new-tokens 256 --gradient-checkpointing --rounds 2"
+step=(--random "${SIZE:-qwen2.5-1.5b}" --batch-size 32 --micro-batch 8 --new-tokens 256 --gradient-checkpointing --rounds 2)
+step+=(--sides grasp.py "grasp.py, 8-bit AdamW" TRL "TRL, micro-batches") # six would not fit
 memory=""
 if [ "${1:-}" = --small ]; then
     loss="--tokens 64 --vocabulary 2000 --hidden 32 --rounds 1"
-    step="--random tiny --batch-size 4 --micro-batch 2 --new-tokens 8 --rounds 1 --peak-tflops 0.1"
+    step=(--random tiny --batch-size 4 --micro-batch 2 --new-tokens 8 --rounds 1 --peak-tflops 0.1)
     memory="--only real"
 elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "no CUDA device here; --small tries the script itself" >&2
@@ -31,7 +32,7 @@ part() {  # part SECONDS SCRIPT [ARGUMENT ...]
 # shellcheck disable=SC2086  # the settings are words
 {
     part 120 benchmarks/loss.py $loss
-    part 200 benchmarks/step.py $step
+    part 200 benchmarks/step.py "${step[@]}"
     part 150 benchmarks/memory.py $memory
 }
 exit $failed

@@ -7,11 +7,14 @@
 
 Both sides take the same weights, dtype, rows in the same order, prompts (token by token: that is checked), number of new
 tokens (nothing ends earlier) and torch's fused AdamW; TRL with full logits and reverse KL, and else as it comes. A second row
-of TRL cuts the batch into the micro-batches that grasp.py has; a second row of grasp.py has 8-bit optimizer state. What is
-timed is `grasp.train` and `SDFTTrainer.train` themselves. Each side is a process that does steps when it is told. They take
-turns of two, of which the second counts (memory that the system took back while a side waited may be slow to get anew: in
+of TRL cuts the batch into the micro-batches that grasp.py has; a second row of grasp.py has 8-bit optimizer state. The rows
+"as it comes" have each side's own precision, optimizer, micro-batches and checkpointing, which are not the same: TRL keeps
+float32 weights and computes in bfloat16, grasp.py keeps bfloat16 weights and rounds them stochastically.
+
+What is timed is `grasp.train` and `SDFTTrainer.train` themselves. Each side is a process that does steps when it is told. They
+take turns of two, of which the second counts (memory that the system took back while a side waited may be slow to get anew: in
 training nothing waits); the seconds are medians. Peak memory is the process's own: resident on a CPU, the allocator's on
-CUDA. Ratios are to the better of TRL's rows, column by column.
+CUDA. Ratios are to the better of TRL's rows, column by column; of rows as they come, to TRL's as it comes.
 """
 
 import argparse
@@ -70,11 +73,14 @@ PEAK_TFLOPS = {  # dense bfloat16 matrix products, from the makers' data sheets;
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
+AS_IT_COMES = "as it comes"
 SIDES = {
     "grasp.py": "adamw",
     "grasp.py, 8-bit AdamW": "adamw_8bit",
+    "grasp.py as it comes": AS_IT_COMES,
     "TRL": "whole batch",
     "TRL, micro-batches": "micro-batches",
+    "TRL as it comes": AS_IT_COMES,
 }
 
 
@@ -119,8 +125,6 @@ def grasp_options(args, **settings) -> grasp.GraspOptions:
         max_new_tokens=args.new_tokens,
         max_steps=2 * args.rounds + 1,  # two in a turn; the last one is never started
         learning_rate=1e-6,
-        dtype=args.dtype,
-        gradient_checkpointing=args.gradient_checkpointing,
         save_steps=0,
         **settings,
     )
@@ -182,7 +186,9 @@ def turns(new_tokens: int):
 def grasp_side(args, optimizer: str, folder: str):
     """Run `grasp.train`, a step at a time: whatever its loop does in a step counts."""
     budget = micro_batch_tokens(batches(args)[0], args.micro_batch, args.new_tokens)
-    options = grasp_options(args, optimizer=optimizer, output_dir=folder, micro_batch_tokens=budget)
+    same = {"dtype": args.dtype, "gradient_checkpointing": args.gradient_checkpointing}
+    same |= {"optimizer": optimizer, "micro_batch_tokens": budget}
+    options = grasp_options(args, output_dir=folder, **({} if optimizer == AS_IT_COMES else same))
     start, rollout, stop = turns(args.new_tokens)
     next_batch = grasp.batch_at
 
@@ -218,17 +224,17 @@ def trl_side(args, micro_batches: str, folder: str):
     templates = load_templates()
     micro = args.micro_batch if micro_batches == "micro-batches" else args.batch_size
     options = grasp_options(args)
+    same = {"model_init_kwargs": {"dtype": args.dtype}, "bf16": args.dtype == "bfloat16", "optim": "adamw_torch_fused"}
+    same |= {"gradient_checkpointing": args.gradient_checkpointing}
     config = SDFTConfig(
         output_dir=folder,
-        model_init_kwargs={"dtype": args.dtype},
-        bf16=args.dtype == "bfloat16",
+        **({} if micro_batches == AS_IT_COMES else same),
         distillation_mode="full_logits",
         distillation_alpha=1.0,  # reverse KL
         teacher_prompt_template="{prompt}{privileged_context}",
         num_generations=1,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=args.batch_size // micro,
-        gradient_checkpointing=args.gradient_checkpointing,
         max_prompt_length=None,
         max_completion_length=args.new_tokens,
         generation_kwargs={"min_new_tokens": args.new_tokens},
@@ -238,7 +244,6 @@ def trl_side(args, micro_batches: str, folder: str):
         lr_scheduler_type="constant",
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
-        optim="adamw_torch_fused",
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -327,9 +332,10 @@ def table(found: dict, tokens: int, flops: float, peak_tflops: float) -> str:
         rollout, rest = (statistics.median(one[i] for one in rounds) for i in (0, 1))
         step = statistics.median(one[0] + one[1] for one in rounds)
         figures[side] = rollout, rest, step, max(one[2] for one in rounds)
-    best = [min((f[i] for side, f in figures.items() if side.startswith("TRL")), default=None) for i in (2, 3)]
     for side, (rollout, rest, step, gb) in figures.items():
-        ratios = [f"{figure / of:.2f}" if of else "" for figure, of in zip((step, gb), best)]
+        of_trl = (other for other in figures if other.startswith("TRL"))
+        like = [figures[other] for other in of_trl if (AS_IT_COMES in other) == (AS_IT_COMES in side)]
+        ratios = [f"{figure / min(one[i] for one in like):.2f}" if like else "" for i, figure in ((2, step), (3, gb))]
         cells = [side, f"{rollout:.2f}", f"{rest:.2f}", f"{step:.2f}", f"{gb:.2f}", *ratios, f"{tokens / step:.0f}"]
         cells += [f"{flops / rest / peak_tflops / 1e12:.3f}"] if peak_tflops else []
         lines.append(f"| {' | '.join(cells)} |")

@@ -50,15 +50,18 @@ def test_training_flops_are_those_that_torch_counts():
     assert step.training_flops(model.config, steps, new) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_table_has_medians_the_highest_peak_and_ratios_to_the_better_of_trls_rows():
+def test_the_table_has_medians_the_highest_peak_and_ratios_to_the_better_of_trls_like_rows():
     found = {
         "grasp.py": [[1.0, 2.0, 1.5], [1.0, 3.0, 1.6], [4.0, 2.5, 1.5]],
         "TRL": [[3.0, 5.0, 4.0]],
         "TRL, micro-batches": [[3.0, 7.0, 3.2]],
+        "grasp.py as it comes": [[1.0, 2.0, 1.5]],
+        "TRL as it comes": [[2.0, 2.0, 1.0]],
     }
-    head, _, ours, whole, _ = step.table(found, 512, 1e12, 2.0).splitlines()
+    head, _, ours, whole, _, alone, _ = step.table(found, 512, 1e12, 2.0).splitlines()
     assert ours == "| grasp.py | 1.00 | 2.50 | 4.00 | 1.60 | 0.50 | 0.50 | 128 | 0.200 |"
     assert whole == "| TRL | 3.00 | 5.00 | 8.00 | 4.00 | 1.00 | 1.25 | 64 | 0.100 |"
+    assert alone == "| grasp.py as it comes | 1.00 | 2.00 | 3.00 | 1.50 | 0.75 | 1.50 | 171 | 0.250 |"
     assert head.endswith("| share of peak in the rest |")
     assert "share" not in step.table(found, 512, 1e12, 0)
 
