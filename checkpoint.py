@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from command_line import InputError, first_line, read_yaml
-from sharding import tensors
+from sharding import recut, tensors
 
 # bitsandbytes misses 4-bit kernels on import, and in 8 bit tells of a cast at every matrix product
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -29,7 +29,7 @@ for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 
 # options that may differ when a run is resumed: they change where, how fast and how often, not what comes out
 FREE = {"resume", "dry_run", "save_steps", "save_limit", "sample_steps", "log_with", "output_dir", "merge_adapter"}
-FREE |= {"generation_batch_size", "micro_batch_tokens", "gradient_checkpointing"}
+FREE |= {"generation_batch_size", "micro_batch_tokens", "gradient_checkpointing", "shard"}
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
@@ -229,14 +229,14 @@ def remove_old(folder: Path, options, finished: bool = False):
 def load_checkpoint(checkpoint: Path, model, optimizer, accelerator=None):
     """Put a checkpoint's optimizer state, and of LoRA its adapters, into a fresh model and optimizer; see `save_model`."""
     path = checkpoint / optimizer_file(accelerator)
-    if accelerator and not path.exists():
-        raise InputError(f"{checkpoint}: another number of processes split this model; go on with as many")
+    paths = [path] if path.exists() else sorted(checkpoint.glob("optimizer*.pt"))  # other processes' parts
     try:
         if (checkpoint / ADAPTER).exists():
             stored, weights = load_file(checkpoint / ADAPTER), trainable(model)
             for name, weight in weights.items():
                 weight.data.copy_(stored[name])
-        optimizer.load_state_dict(torch.load(path, map_location=model.device, weights_only=True))
+        states = [torch.load(one, map_location="cpu", mmap=len(paths) > 1, weights_only=True) for one in paths]
+        optimizer.load_state_dict(states[0] if path.exists() else recut(states, optimizer))
     except Exception as error:  # torch's own words would advise to unpickle it
         raise InputError(f"{checkpoint}: is no checkpoint of this run: {type(error).__name__}") from error
 

@@ -59,7 +59,7 @@ from checkpoint import (
 )
 from command_line import InputError, first_line, option, parse_options, run, until_signal, write_file, write_lines
 from lamp_qa import describe, load_data, load_templates, stop_ids
-from sharding import add_up_gradients, clip_gradients, launched_to_split, local, split, whole, whole_first
+from sharding import add_up_gradients, clip_gradients, launched_to_split, local, piece, split, whole, whole_first
 from view import write_run_page
 from watch import collapse, describe_rollout, summarize
 
@@ -408,15 +408,14 @@ def build_optimizer(model, options: GraspOptions):
     import bitsandbytes as bnb
 
     slices, groups = [], {True: [], False: []}
-    for weight in whole_first(weight for weight in model.parameters() if weight.requires_grad):
+    names = {weight: name for name, weight in trainable(model).items()}
+    for weight in whole_first(names):
         for start in range(0, local(weight.data).numel(), SLICE):
             stand_in = nn.Parameter(torch.empty(0, dtype=torch.float32, device=weight.device))
             slices.append((weight, slice(start, start + SLICE), stand_in))
-            groups[weight.ndim > 1].append(stand_in)
-    groups = [
-        {"params": groups[True], "weight_decay": options.weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},  # norms and biases
-    ]
+            groups[weight.ndim > 1].append((piece(names[weight], weight, start, SLICE), stand_in))
+    decays = {True: options.weight_decay, False: 0.0}  # norms and biases have none
+    groups = [{"params": groups[matrix], "weight_decay": decay} for matrix, decay in decays.items() if groups[matrix]]
     build = {
         "adamw": lambda: torch.optim.AdamW(groups, lr=options.learning_rate, fused=True),
         "adamw_8bit": lambda: bnb.optim.AdamW8bit(groups, lr=options.learning_rate),

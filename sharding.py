@@ -7,6 +7,7 @@ adds up their gradients as without --shard: so the divergence, chunk by chunk, n
 
 import contextlib
 import os
+from copy import deepcopy
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,64 @@ def local(tensor):
 def whole_first(weights) -> list:
     """Those that every process has whole, then the split ones: processes draw the same noise only as long as sizes agree."""
     return sorted(weights, key=lambda weight: isinstance(weight, DTensor))
+
+
+def piece(name: str, weight, start: int, size: int) -> str:
+    """NAME:FIRST:END, where in the whole weight, flattened, lie `size` numbers from `start` on of what this process holds."""
+    begin = 0
+    if isinstance(weight, DTensor):  # whole rows, as many for each process, and fewer or none for the last ones
+        rows = -(-len(weight) // dist.get_world_size())
+        begin = min(dist.get_rank() * rows, len(weight)) * weight.stride(0)
+    return f"{name}:{begin + start}:{begin + min(start + size, local(weight.data).numel())}"
+
+
+def recut(saved: list[dict], optimizer) -> dict:
+    """The state_dict of an optimizer whose `piece`s of the weights are others than those of the processes that `saved`.
+
+    Of pieces that differ, 8-bit numbers are read and written anew: their blocks begin elsewhere.
+    """
+    held = {}  # by name of the weight: {(first, end): state}; what all processes hold is there once
+    for one in saved:
+        for group in one["param_groups"]:
+            for place, index in zip(group["param_names"], group["params"]):
+                name, first, end = place.rsplit(":", 2)
+                state = {}
+                for key, value in one["state"].get(index, {}).items():  # bitsandbytes wraps some of it once more
+                    state |= value if isinstance(value, dict) else {key: value}
+                held.setdefault(name, {})[int(first), int(end)] = state
+    new = optimizer.state_dict()
+    for group in new["param_groups"]:
+        for place, index in zip(group["param_names"], group["params"]):
+            name, first, end = place.rsplit(":", 2)
+            if state := assemble(held[name], int(first), int(end), getattr(optimizer, "name2qmap", None)):
+                new["state"][index] = state
+    return new
+
+
+def assemble(pieces: dict, first: int, end: int, tables) -> dict:
+    """The optimizer's state of the numbers from `first` to `end` of a weight; with `tables`, bitsandbytes' 8-bit state."""
+    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+
+    if (first, end) in pieces:
+        return pieces[first, end]
+    parts = sorted(place for place in pieces if place[0] < end and first < place[1])
+    if not all(pieces[part] for part in parts):  # a weight that never had a gradient has no state
+        return {}
+    state = {"step": deepcopy(pieces[parts[0]]["step"])}  # which is updated in place
+    for number, key in enumerate(("state1", "state2") if tables else ("exp_avg", "exp_avg_sq"), 1):
+        values = []
+        for begin, stop in parts:
+            value, old = pieces[begin, stop][key], pieces[begin, stop]
+            if value.dtype == torch.uint8:
+                absmax, table = old[f"absmax{number}"], old[f"qmap{number}"]
+                value = dequantize_blockwise(value, absmax=absmax, code=table, blocksize=256)
+            values.append(value[max(first - begin, 0) : end - begin])
+        state[key] = torch.cat(values)
+        if tables and end - first >= 4096:  # smaller ones bitsandbytes keeps in float32
+            table = tables["dynamic" if number == 1 else "udynamic"]
+            state[key], quantized = quantize_blockwise(state[key], code=table, blocksize=256)
+            state |= {f"absmax{number}": quantized.absmax, f"qmap{number}": table}
+    return state
 
 
 def tensors(model) -> dict:

@@ -113,21 +113,19 @@ def test_a_split_run_is_resumed_to_the_bit(options, tmp_path):
     launch(dataclasses.replace(settings, resume=True), tmp_path / "second", 2)
     assert (tmp_path / "out" / "model" / "model.safetensors").read_bytes() == whole
     assert metrics(tmp_path / "out") == lines
-    shutil.rmtree(tmp_path / "out" / "model")
-    with pytest.raises(AssertionError, match="shard was True, is False"):
-        launch(dataclasses.replace(settings, resume=True), tmp_path / "third", 1)
 
 
-def test_a_run_saved_on_two_processes_is_resumed_on_one(options, tmp_path):
-    settings = options(dtype="float32", max_steps=4, save_steps=2, save_limit=0, output_dir=str(tmp_path / "out"))
-    launch(settings, tmp_path / "two", 2)
+@pytest.mark.parametrize("before, after", [((2, False), (1, False)), ((2, True), (1, False)), ((1, False), (2, True))])
+def test_a_run_is_resumed_on_another_number_of_processes(before, after, options, tmp_path):
+    more = {"dtype": "float32", "optimizer": "adamw", "learning_rate": 1e-2}
+    settings = options(max_steps=4, save_steps=2, save_limit=0, output_dir=str(tmp_path / "out"), shard=before[1], **more)
+    launch(settings, tmp_path / "before", before[0])
     whole = load_file(tmp_path / "out" / "model" / "model.safetensors")
     lines = metrics(tmp_path / "out")
     for name in ("model/model.safetensors", "checkpoint-4/files.json"):
         (tmp_path / "out" / name).unlink()
     (tmp_path / "out" / "model").rename(tmp_path / "old")
-    settings = dataclasses.replace(settings, resume=True)
-    launch(settings, tmp_path / "one", 1)
+    launch(dataclasses.replace(settings, resume=True, shard=after[1]), tmp_path / "after", after[0])
     for name, weight in load_file(tmp_path / "out" / "model" / "model.safetensors").items():
         torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-4)
     for a, b in zip(metrics(tmp_path / "out"), lines, strict=True):

@@ -1,7 +1,6 @@
 """The optimizer step: bfloat16 weights move as float32 ones do, in the mean; matrices alone decay; the rate's course."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 import grasp
 from grasp import GraspOptions, build_optimizer, learning_rate_at, stochastic_round_, update
+from sharding import recut
 
 OPTIMIZERS = ["adamw_8bit", "paged_adamw_8bit", "adamw"]
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")  # there, pages are plain memory
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not support
 def one_weight(values, dtype):
     """A "model" that is a single weight."""
     weight = nn.Parameter(values.to(dtype))
-    return weight, SimpleNamespace(parameters=lambda: [weight])
+    return weight, nn.ParameterList([weight])
 
 
 def movement(optimizer, dtype, count=2**17, steps=200, rate=5e-6):
@@ -116,6 +116,33 @@ def test_a_weight_updated_in_slices_goes_where_one_updated_whole_goes(optimizer,
             update(adam, slices, 1e-2, seed=step)
         results.append(weight.detach().clone())
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("before, after", [(2**24, 10_000), (10_000, 2**24), (10_000, 7_000), (2**24, 1_000), (1_000, 2**24)])
+def test_the_optimizers_state_is_cut_anew_for_other_pieces_of_a_weight(optimizer, before, after, monkeypatch):
+    """As when another number of processes goes on: some pieces span two old ones, some are too small for 8-bit state."""
+    found, new_states = {}, {}
+    for way in (before, after):
+        monkeypatch.setattr(grasp, "SLICE", before)
+        draw = torch.Generator().manual_seed(0)
+        weight, model = one_weight(torch.randn(300, 100, generator=draw), torch.float32)
+        adam, slices = build_optimizer(model, GraspOptions(optimizer=optimizer))
+        for step in range(8):
+            if step == 4 and way == after:
+                state = adam.state_dict()
+                monkeypatch.setattr(grasp, "SLICE", after)
+                adam, slices = build_optimizer(model, GraspOptions(optimizer=optimizer))
+                adam.load_state_dict(recut([state, state], adam))  # as two processes that hold the weight whole
+                assert len(adam.state) == math.ceil(30_000 / after)
+            weight.grad = torch.randn(300, 100, generator=draw)
+            update(adam, slices, 1e-2, seed=step)
+        found[way], new_states[way] = weight.detach().clone(), adam.state
+    moved = (found[before] - torch.randn(300, 100, generator=torch.Generator().manual_seed(0))).norm()
+    error = (found[before] - found[after]).norm() / moved
+    assert error == 0 if optimizer == "adamw" else error < 0.02
+    sizes = [(state["state1"].numel(), state["state1"].dtype) for state in new_states[after].values() if "state1" in state]
+    assert all((dtype == torch.uint8) == (size >= 4096) for size, dtype in sizes)
 
 
 def test_float32_weights_are_updated_by_plain_adamw():
